@@ -1,0 +1,183 @@
+"""The one way in: flags and environment -> checked settings -> a binary's `run`.
+
+Every binary of the repository ends in `cli.main(run, components=[...], rules=TABLE)`.  Exit
+status: 0 done, 1 the user's error at run time, 2 flags refused, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from absl import flags
+
+from kernels.base import options, refusals
+
+# absl's own special flag that lets unknown names pass would make a key silently inert.
+_FORBIDDEN = "undefok"
+_CHECK = "check"
+
+
+class _Parser(flags.ArgumentParser):
+  """An absl parser that follows an option's declaration."""
+
+  def __init__(self, opt: options.Option):
+    super().__init__()
+    self._option = opt
+    self.syntactic_help = opt.allowed
+
+  def parse(self, argument: Any) -> Any:
+    if isinstance(argument, str):
+      return self._option.parse(argument)
+    self._option.validate(argument)
+    return argument
+
+  def flag_type(self) -> str:
+    return self._option.kind.__name__
+
+
+class _Serializer(flags.ArgumentSerializer):
+  """Writes a value as its command-line text."""
+
+  def __init__(self, opt: options.Option):
+    self._option = opt
+
+  def serialize(self, value: Any) -> str:
+    return f"--{self._option.name}={self._option.show(value)}"
+
+
+def define_flags(
+  *components: type, flag_values: flags.FlagValues = flags.FLAGS
+) -> list[options.Option]:
+  """Defines an absl flag for every option of the components; returns the options."""
+  found = []
+  for component in components:
+    for opt in options.declared(component):
+      flag: flags.Flag
+      if opt.kind is bool and not opt.many:
+        flag = flags.BooleanFlag(opt.name, opt.default, opt.help)
+        flag.parser = _Parser(opt)
+      else:
+        flag = flags.Flag(_Parser(opt), _Serializer(opt), opt.name, opt.default, opt.help)
+      flags.DEFINE_flag(flag, flag_values, module_name=opt.component)
+      found.append(opt)
+  return found
+
+
+def parse(
+  argv: Sequence[str],
+  components: Sequence[type],
+  *,
+  rules: Sequence[refusals.Rule] = (),
+  positionals: Sequence[str] = (),
+  environ: Mapping[str, str] | None = None,
+  flag_values: flags.FlagValues | None = None,
+) -> options.Settings:
+  """Parses a command line into checked settings.
+
+  Args:
+    argv: Program name and arguments; `--flagfile=FILE` is honoured.
+    components: Option dataclasses.
+    rules: The refusal table.
+    positionals: Names of the arguments that are no flags; their number is exact.
+    environ: Environment for options that declare a variable; a flag on the command line wins.
+    flag_values: Registry to use; a fresh one by default, so that calls do not meet.
+
+  Raises:
+    options.OptionError: An unknown flag (with the nearest name), a value not allowed, arguments
+      left over or missing, or broken rules (all of them).
+
+  Returns:
+    The settings; `check_only` is set where `--check` was given.
+  """
+  registry = flags.FlagValues() if flag_values is None else flag_values
+  declared = {opt.name: opt for opt in define_flags(*components, flag_values=registry)}
+  flags.DEFINE_boolean(_CHECK, False, "Judge the flags and exit.", flag_values=registry)
+  try:
+    expanded = registry.read_flags_from_files(list(argv[1:]), force_gnu=False)
+    for argument in expanded:
+      if argument.startswith("-") and argument.lstrip("-").split("=")[0] == _FORBIDDEN:
+        raise options.OptionError(f"--{_FORBIDDEN} is refused: it would make unknown flags inert")
+    rest = registry([argv[0], *expanded])[1:]
+  except flags.UnrecognizedFlagError as error:
+    raise options.OptionError(options.unknown_name(error.flagname, declared)) from None
+  except (flags.Error, ValueError) as error:
+    raise options.OptionError(str(error).removeprefix("ERROR:: ")) from None
+  if len(rest) != len(positionals):
+    want = " ".join(positionals) or "none"
+    got = " ".join(rest) or "none"
+    raise options.OptionError(
+      f"arguments that are no flags: got {got}, want {want}; a flag is written --name=value"
+    )
+  environ = os.environ if environ is None else environ
+  values = {}
+  for name, opt in declared.items():
+    flag = registry[name]
+    if not flag.present and opt.env and opt.env in environ:
+      try:
+        values[name] = opt.parse(environ[opt.env])
+      except options.OptionError as error:
+        raise options.OptionError(f"environment variable {opt.env}: {error}") from None
+    else:
+      values[name] = flag.value
+  settings = options.Settings(components, values, rest, check_only=registry[_CHECK].value)
+  refusals.refuse(settings, rules)
+  return settings
+
+
+def help_text(description: str, components: Sequence[type], positionals: Sequence[str] = ()) -> str:
+  """The text of --help: every flag by component, with default and allowed values."""
+  lines = [textwrap.dedent(description).strip(), ""]
+  if positionals:
+    lines += ["Arguments: " + " ".join(positionals), ""]
+  for component in components:
+    lines.append((component.__doc__ or component.__name__).strip().splitlines()[0])
+    for opt in options.declared(component):
+      lines.append(f"  --{opt.name}={opt.show(opt.default)}")
+      extra = f" ({opt.allowed}" + (f"; environment {opt.env}" if opt.env else "") + ")"
+      lines += textwrap.wrap(
+        opt.help + extra, 96, initial_indent="      ", subsequent_indent="      "
+      )
+    lines.append("")
+  lines.append("--check judges the flags and exits; --flagfile=FILE reads flags from a file.")
+  return "\n".join(lines)
+
+
+def main(
+  run: Callable[[options.Settings], int | None],
+  *,
+  components: Sequence[type],
+  rules: Sequence[refusals.Rule] = (),
+  positionals: Sequence[str] = (),
+  description: str = "",
+  argv: Sequence[str] | None = None,
+) -> None:
+  """Runs a binary: parse, refuse, then `run(settings)`; exits the process.
+
+  `--help` and `--check` are answered here.  `run` imports what is heavy inside, so that neither
+  of the two waits for it.
+  """
+  argv = list(sys.argv if argv is None else argv)
+  if any(a in ("--help", "-h", "-help", "--helpfull") for a in argv[1:]):
+    print(help_text(description, components, positionals))
+    sys.exit(0)
+  try:
+    settings = parse(argv, components, rules=rules, positionals=positionals)
+    if settings.check_only:
+      changed = settings.changed
+      print(f"accepted: {len(changed)} of {len(settings.options)} options differ from the default")
+      sys.exit(0)
+    status = run(settings)
+  except options.OptionError as error:
+    print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
+    sys.exit(2)
+  except options.UserError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(1)
+  except KeyboardInterrupt:
+    print("interrupted", file=sys.stderr)
+    sys.exit(130)
+  sys.exit(status or 0)
