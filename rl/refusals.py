@@ -1,0 +1,176 @@
+"""The table of refused combinations of the RL trainer's options.
+
+Each rule says what is required, why, and what to do; `kernels.base.refusals` reports every broken
+one.  A rule's two examples are its test.
+"""
+
+from __future__ import annotations
+
+from kernels.base.refusals import Rule
+
+LOSS_RULES = (
+  Rule(
+    name="truncation-band",
+    keys=("truncated_importance_sampling_ratio_min", "truncated_importance_sampling_ratio"),
+    broken=lambda s: (
+      s.truncated_importance_sampling_ratio_min is not None
+      and s.truncated_importance_sampling_ratio is not None
+      and s.truncated_importance_sampling_ratio_min > s.truncated_importance_sampling_ratio
+    ),
+    reason="the band's lower end must not lie above its upper end",
+    accepted={
+      "truncated_importance_sampling_ratio_min": 0.5,
+      "truncated_importance_sampling_ratio": 2.0,
+    },
+    refused={
+      "truncated_importance_sampling_ratio_min": 3.0,
+      "truncated_importance_sampling_ratio": 2.0,
+    },
+  ),
+  Rule(
+    name="truncation-band-unused",
+    keys=(
+      "truncated_importance_sampling_type",
+      "truncated_importance_sampling_ratio",
+      "truncated_importance_sampling_ratio_min",
+    ),
+    broken=lambda s: (
+      s.truncated_importance_sampling_type == "none"
+      and (
+        s.truncated_importance_sampling_ratio is not None
+        or s.truncated_importance_sampling_ratio_min is not None
+      )
+    ),
+    reason="without a truncation type the band has no effect; leave its ends empty",
+    accepted={"truncated_importance_sampling_type": "none"},
+    refused={
+      "truncated_importance_sampling_type": "none",
+      "truncated_importance_sampling_ratio": 2.0,
+    },
+  ),
+  Rule(
+    name="truncation-needs-correction",
+    keys=("use_importance_sampling_correction", "truncated_importance_sampling_type"),
+    broken=lambda s: (
+      not s.use_importance_sampling_correction and s.truncated_importance_sampling_type != "none"
+    ),
+    reason="truncation acts on the correction's weights; add "
+    "--truncated_importance_sampling_type=none or keep the correction",
+    accepted={
+      "use_importance_sampling_correction": False,
+      "truncated_importance_sampling_type": "none",
+    },
+    refused={"use_importance_sampling_correction": False},
+  ),
+  Rule(
+    name="sequence-ratio-with-sequence-mask",
+    keys=("loss", "truncated_importance_sampling_type"),
+    broken=lambda s: s.loss == "gspo" and s.truncated_importance_sampling_type == "seq-mask-tis",
+    reason="gspo weights whole sequences while seq-mask-tis keeps weights of tokens; use tis, icepop "
+    "or none",
+    accepted={"loss": "gspo", "truncated_importance_sampling_type": "tis"},
+    refused={"loss": "gspo"},
+  ),
+  Rule(
+    name="sequence-ratio-over-sequences",
+    keys=("loss", "loss_aggregation"),
+    broken=lambda s: s.loss == "gspo" and s.loss_aggregation == "token-mean",
+    reason="gspo has one ratio a sequence and is averaged over sequences",
+    accepted={"loss": "gspo", "loss_aggregation": "sequence-mean-token-mean"},
+    refused={"loss": "gspo", "loss_aggregation": "token-mean"},
+  ),
+  Rule(
+    name="cispo-needs-ratio",
+    keys=("loss", "force_on_policy_ratio"),
+    broken=lambda s: s.loss == "cispo" and s.force_on_policy_ratio,
+    reason="cispo optimises the clipped ratio, which a forced ratio of 1 removes; add "
+    "--force_on_policy_ratio=false",
+    accepted={"loss": "cispo", "force_on_policy_ratio": False},
+    refused={"loss": "cispo"},
+  ),
+  Rule(
+    name="dual-clip-needs-clipped-loss",
+    keys=("loss", "ratio_clip_c"),
+    broken=lambda s: s.ratio_clip_c is not None and s.loss not in ("grpo", "gspo"),
+    reason="only the clipped losses grpo and gspo have a dual clip; leave ratio_clip_c empty",
+    accepted={"loss": "grpo", "ratio_clip_c": 3.0},
+    refused={"loss": "reinforce", "ratio_clip_c": 3.0},
+  ),
+  Rule(
+    name="aggregation-agrees",
+    keys=("token_level_loss", "loss_aggregation"),
+    broken=lambda s: not s.token_level_loss and s.loss_aggregation == "token-mean",
+    reason="token_level_loss=false means a mean over sequences; give only one of the two",
+    accepted={"token_level_loss": False, "loss_aggregation": "sequence-mean-token-sum-norm"},
+    refused={"token_level_loss": False, "loss_aggregation": "token-mean"},
+  ),
+  Rule(
+    name="length-norm-unused",
+    keys=("loss_length_norm", "loss_aggregation"),
+    broken=lambda s: (
+      s.loss_length_norm is not None and s.loss_aggregation != "sequence-mean-token-sum-norm"
+    ),
+    reason="only --loss_aggregation=sequence-mean-token-sum-norm divides by it",
+    accepted={"loss_length_norm": 100.0, "loss_aggregation": "sequence-mean-token-sum-norm"},
+    refused={"loss_length_norm": 100.0},
+  ),
+  Rule(
+    name="old-logprobs-unused",
+    keys=("old_logprobs", "force_on_policy_ratio"),
+    broken=lambda s: s.force_on_policy_ratio and s.old_logprobs != "auto",
+    reason="a forced ratio uses no old log-probs; add --force_on_policy_ratio=false",
+    accepted={"old_logprobs": "recompute", "force_on_policy_ratio": False},
+    refused={"old_logprobs": "recompute"},
+  ),
+)
+
+ADVANTAGE_RULES = (
+  Rule(
+    name="undivided-estimator",
+    keys=("advantage_estimator", "normalize_rewards"),
+    broken=lambda s: (
+      s.advantage_estimator in ("rloo", "dr-grpo", "reinforce++") and bool(s.normalize_rewards)
+    ),
+    reason="rloo, dr-grpo and reinforce++ do not divide by the group's spread; use grpo or grpo-loo",
+    accepted={"advantage_estimator": "rloo", "normalize_rewards": False},
+    refused={"advantage_estimator": "rloo", "normalize_rewards": True},
+  ),
+  Rule(
+    name="baseline-of-estimator",
+    keys=("advantage_estimator", "use_leave_one_out_baseline"),
+    broken=lambda s: (
+      (s.advantage_estimator == "rloo" and s.use_leave_one_out_baseline is False)
+      or (
+        s.advantage_estimator in ("dr-grpo", "reinforce++") and bool(s.use_leave_one_out_baseline)
+      )
+    ),
+    reason="rloo leaves the member out by definition, dr-grpo and reinforce++ do not; use grpo with "
+    "the two switches",
+    accepted={"advantage_estimator": "grpo", "use_leave_one_out_baseline": True},
+    refused={"advantage_estimator": "dr-grpo", "use_leave_one_out_baseline": True},
+  ),
+)
+
+BATCH_RULES = (
+  Rule(
+    name="one-segment-unpacked",
+    keys=("packing", "max_segments_per_row"),
+    broken=lambda s: not s.packing and s.max_segments_per_row not in (1, 16),
+    reason="without packing a row holds one trajectory; leave max_segments_per_row alone",
+    accepted={"packing": False},
+    refused={"packing": False, "max_segments_per_row": 4},
+  ),
+)
+
+OPTIMIZER_RULES = (
+  Rule(
+    name="adam-decay-below-one",
+    keys=("adam_b1", "adam_b2"),
+    broken=lambda s: s.adam_b1 >= 1 or s.adam_b2 >= 1,
+    reason="the decay of a moment must be below 1",
+    accepted={"adam_b2": 0.95},
+    refused={"adam_b2": 1.0},
+  ),
+)
+
+RULES = LOSS_RULES + ADVANTAGE_RULES + BATCH_RULES + OPTIMIZER_RULES
