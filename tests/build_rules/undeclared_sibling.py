@@ -1,0 +1,1 @@
+"""Lies beside the test and is declared by no target of it."""

@@ -1,0 +1,100 @@
+"""Formats and checks every source file: ruff, buildifier and mypy.
+
+    bazel run //tools:format     rewrite files in the house format
+    bazel run //tools:lint       report faults, change nothing
+
+The same checks are the test //tools/lint:lint_test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import subprocess
+import sys
+
+_PACKAGES = ("kernels", "model", "rl", "launcher", "tests", "tools", "third_party")
+# What the buildifier repository's stand-in returns where no buildifier can be had.
+_NO_BUILDIFIER = 77
+
+
+def workspace() -> pathlib.Path:
+  """The source tree: the caller's under `bazel run`, else the one that WORKSPACE links to."""
+  given = os.environ.get("BUILD_WORKSPACE_DIRECTORY")
+  return pathlib.Path(given) if given else pathlib.Path("WORKSPACE").resolve().parent
+
+
+def _run(command: list[str], root: pathlib.Path) -> int:
+  environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+  return subprocess.run(command, cwd=root, env=environment, check=False).returncode
+
+
+def _build_files(root: pathlib.Path) -> list[str]:
+  found = [root / "BUILD", root / "WORKSPACE"]
+  for package in _PACKAGES:
+    found += sorted((root / package).rglob("BUILD")) + sorted((root / package).rglob("*.bzl"))
+  return [str(p.relative_to(root)) for p in found if p.is_file()]
+
+
+def _python_files(root: pathlib.Path) -> list[str]:
+  found = [p for package in _PACKAGES for p in sorted((root / package).rglob("*.py"))]
+  return [str(p.relative_to(root)) for p in found]
+
+
+def commands(root: pathlib.Path, ruff: str, buildifier: str, *, fix: bool) -> dict[str, list[str]]:
+  """The checkers' command lines by name; `fix` rewrites instead of reporting."""
+  build_files, python = _build_files(root), list(_PACKAGES)
+  python = [p for p in python if (root / p).is_dir()]
+  no_cache = ["--no-cache"]
+  if fix:
+    return {
+      "imports": [ruff, "check", *no_cache, "--quiet", "--select", "I", "--fix", *python],
+      "format": [ruff, "format", *no_cache, "--quiet", *python],
+      "buildifier": [buildifier, "-mode=fix", "-lint=fix", *build_files],
+    }
+  return {
+    "ruff": [ruff, "check", *no_cache, "--quiet", *python],
+    "format": [ruff, "format", *no_cache, "--quiet", "--check", "--diff", *python],
+    "buildifier": [buildifier, "-mode=check", "-lint=warn", *build_files],
+    # Third-party packages are opaque to the type checker: it judges this repository in seconds.
+    "mypy": [
+      *[sys.executable, "-m", "mypy", "--no-site-packages", "--no-error-summary"],
+      *["--cache-dir", os.environ.get("TEST_TMPDIR", os.devnull), *_python_files(root)],
+    ],
+  }
+
+
+def check(root: pathlib.Path, *, ruff: str, buildifier: str, fix: bool = False) -> list[str]:
+  """Runs every checker over a source tree; returns the names of those that found faults."""
+  failed = []
+  for name, command in commands(root, ruff, buildifier, fix=fix).items():
+    status = _run(command, root)
+    if status and not (name == "buildifier" and status == _NO_BUILDIFIER):
+      failed.append(name)
+  return failed
+
+
+def tools() -> dict[str, str]:
+  """Paths of the programs, from this binary's runfiles."""
+  import ruff
+
+  buildifier = pathlib.Path.cwd() / "external" / "buildifier" / "buildifier"
+  return {"ruff": os.path.abspath(ruff.find_ruff_bin()), "buildifier": str(buildifier.absolute())}
+
+
+def main(argv: list[str]) -> int:
+  """Formats or checks the source tree."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--fix", action="store_true", help="rewrite files instead of reporting")
+  args = parser.parse_args(argv)
+  failed = check(workspace(), fix=args.fix, **tools())
+  if failed:
+    print(f"\n{', '.join(failed)}: faults found; bazel run //tools:format mends layout.")
+    return 1
+  print("formatted" if args.fix else "no faults")
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv[1:]))
