@@ -16,7 +16,7 @@ import sys
 
 _PACKAGES = ("kernels", "model", "rl", "launcher", "tests", "tools", "third_party")
 # What the buildifier repository's stand-in returns where no buildifier can be had.
-_NO_BUILDIFIER = 77
+NO_BUILDIFIER = 77
 
 
 def workspace() -> pathlib.Path:
@@ -70,7 +70,7 @@ def check(root: pathlib.Path, *, ruff: str, buildifier: str, fix: bool = False) 
   failed = []
   for name, command in commands(root, ruff, buildifier, fix=fix).items():
     status = _run(command, root)
-    if status and not (name == "buildifier" and status == _NO_BUILDIFIER):
+    if status and not (name == "buildifier" and status == NO_BUILDIFIER):
       failed.append(name)
   return failed
 
