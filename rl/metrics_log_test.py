@@ -1,0 +1,121 @@
+"""The record of a run: whole after a kill, whole after a resume, drawn at the end."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from kernels.base import options
+from rl import metrics_log
+
+
+def _steps(path):
+  return [r["step"] for r in metrics_log.read(path)]
+
+
+def test_every_finished_step_survives_a_kill(tmp_path):
+  code = f"""
+import os, signal
+from rl import metrics_log
+log = metrics_log.JsonLines({str(tmp_path / "m.jsonl")!r})
+for step in range(1, 8):
+  log.write({{"step": step, "loss": step / 3}})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+  env = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
+  done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True)
+  assert done.returncode == -signal.SIGKILL, done.stderr
+  assert _steps(tmp_path / "m.jsonl") == list(range(1, 8))
+
+
+def test_resume_drops_later_steps_and_a_cut_line(tmp_path):
+  path = tmp_path / "m.jsonl"
+  log = metrics_log.JsonLines(path)
+  for step in range(1, 6):
+    log.write({"step": step})
+  log.close()
+  with open(path, "a") as file:
+    file.write('{"step": 6, "lo')  # the kill came in the middle of a write
+  assert _steps(path) == [1, 2, 3, 4, 5]
+  again = metrics_log.JsonLines(path, last_step=3)
+  again.write({"step": 4})
+  again.close()
+  assert _steps(path) == [1, 2, 3, 4]
+  assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+def test_a_bad_line_in_the_middle_is_named(tmp_path):
+  path = tmp_path / "m.jsonl"
+  path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+  with pytest.raises(options.UserError, match="line 2"):
+    metrics_log.read(path)
+
+
+def test_numbers_that_json_lacks_become_null(tmp_path):
+  log = metrics_log.JsonLines(tmp_path / "m.jsonl")
+  log.write({"step": 1, "loss": float("nan"), "grad_norm": float("inf")})
+  log.close()
+  assert metrics_log.read(tmp_path / "m.jsonl") == [{"step": 1, "loss": None, "grad_norm": None}]
+
+
+def test_full_disk_is_one_clear_error():
+  log = metrics_log.JsonLines.__new__(metrics_log.JsonLines)
+  log.path, log.records = "/dev/full", []
+  log._file = open("/dev/full", "ab", buffering=0)
+  with pytest.raises(options.UserError, match="cannot be written: No space left"):
+    log.write({"step": 1})
+
+
+def test_unwritable_file_is_named(tmp_path):
+  (tmp_path / "file").write_text("")
+  with pytest.raises(options.UserError, match="cannot be written"):
+    metrics_log.JsonLines(tmp_path / "file" / "m.jsonl")
+
+
+def test_tensorboard_and_plot(tmp_path):
+  log = metrics_log.MetricsLog(tmp_path)
+  for step in range(1, 4):
+    log.write(step, {"loss": 1 / step, "reward_mean": step / 3, "grad_norm": float("nan")})
+  log.write(4, {"loss": 0.1, "eval/pass@1": 0.5, "eval/greedy": 0.6})
+  picture = log.plot("a run")
+  log.close()
+  assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and picture.stat().st_size > 5000
+  events = list((tmp_path / "tensorboard").iterdir())
+  assert events and b"reward_mean" in events[0].read_bytes()
+
+
+class _Terminal(io.StringIO):
+  def isatty(self):
+    return True
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere():
+  plain = io.StringIO()
+  shown = metrics_log.Progress("train", 3, stream=plain, every_seconds=0)
+  for step in (1, 2, 3):
+    shown.update(step, reward=0.5)
+  shown.say("hello")
+  shown.close()
+  assert plain.getvalue().splitlines() == [
+    "train 1/3: reward 0.5",
+    "train 2/3: reward 0.5",
+    "train 3/3: reward 0.5",
+    "hello",
+  ]
+  terminal = _Terminal()
+  shown = metrics_log.Progress("train", 3, stream=terminal)
+  shown.update(3, reward=0.5)
+  shown.close()
+  assert "\r" in terminal.getvalue() and "3/3" in terminal.getvalue()
+
+
+def test_plain_lines_are_few(monkeypatch):
+  plain = io.StringIO()
+  shown = metrics_log.Progress("train", 100, stream=plain, every_seconds=3600)
+  for step in range(1, 101):
+    shown.update(step)
+  assert len(plain.getvalue().splitlines()) == 2  # the first and the last

@@ -1,0 +1,167 @@
+"""Problems from a JSON Lines file of {"prompt": ..., "answer": ...}, or judged by a command.
+
+The held-out problems come from a second file where one is given; else every fifth line, by a
+hash of the prompt, is held out, so that equal prompts fall on one side.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shlex
+import subprocess
+
+from kernels.base import options
+from rl.tasks import task
+
+_HELD_OUT_OF = 5
+_VERIFIER_SECONDS = 30.0
+
+
+def read_problems(path: str | pathlib.Path) -> list[task.Problem]:
+  """Reads a file of problems.
+
+  Each line is an object with `prompt` and `answer` (texts; numbers are taken as their text) and,
+  if wanted, `demonstration`, a completion to warm up on.  Blank lines are passed over.
+
+  Raises:
+    options.UserError: No such file, no problem in it, or a malformed line (with its number).
+  """
+  path = pathlib.Path(path)
+  try:
+    text = path.read_text(encoding="utf-8")
+  except (OSError, UnicodeDecodeError) as error:
+    raise options.UserError(f"{path}: cannot be read: {error}") from None
+  problems = []
+  for number, line in enumerate(text.splitlines(), 1):
+    if not line.strip():
+      continue
+    where = f"{path}, line {number}"
+    try:
+      entry = json.loads(line)
+    except ValueError as error:
+      raise options.UserError(f"{where}: no valid JSON: {error}") from None
+    if not isinstance(entry, dict):
+      raise options.UserError(f"{where}: want an object with prompt and answer, got {line:.40}")
+    texts = {}
+    for key in ("prompt", "answer"):
+      value = entry.get(key)
+      if isinstance(value, bool) or not isinstance(value, (str, int, float)) or value == "":
+        have = ", ".join(entry) or "none"
+        raise options.UserError(f"{where}: want a text under {key!r}; keys given: {have}")
+      texts[key] = str(value)
+    problems.append(
+      task.Problem(
+        texts["prompt"],
+        texts["answer"],
+        demonstration=str(entry.get("demonstration", texts["answer"])),
+        detail=entry,
+      )
+    )
+  if not problems:
+    raise options.UserError(f"{path}: holds no problem; want lines of {{prompt, answer}}")
+  return problems
+
+
+class JsonLinesTask(task.Task):
+  """Prompts with answers from a file; exact match."""
+
+  name = "json_lines"
+
+  def __init__(self, path: str, held_out_path: str | None = None):
+    """Reads the files.
+
+    Args:
+      path: Problems to train on (and to hold some of out).
+      held_out_path: Held-out problems; every line of `path` trains when given.
+
+    Raises:
+      options.UserError: As `read_problems`; or a held-out prompt that is also trained on.
+    """
+    problems = read_problems(path)
+    if held_out_path is not None:
+      self._train, self._held_out = problems, read_problems(held_out_path)
+      shared = {p.question for p in self._train} & {p.question for p in self._held_out}
+      if shared:
+        raise options.UserError(
+          f"{held_out_path}: {len(shared)} of its prompts are in {path} too, such as "
+          f"{min(shared)!r:.60}; a held-out prompt must not be trained on"
+        )
+    else:
+      side = [task.stable_uniform("held-out", p.question) % _HELD_OUT_OF == 0 for p in problems]
+      self._held_out = [p for p, held in zip(problems, side) if held]
+      self._train = [p for p, held in zip(problems, side) if not held]
+      if not self._train:
+        raise options.UserError(
+          f"{path}: {len(problems)} problems are too few to hold some out; give a second file with "
+          "--held_out_prompts"
+        )
+
+  @property
+  def held_out_size(self) -> int:
+    return len(self._held_out)
+
+  @property
+  def train_size(self) -> int:
+    return len(self._train)
+
+  def train_problem(self, seed: int, index: int) -> task.Problem:
+    # Every epoch is a fresh permutation: all problems are seen equally often.
+    epoch, place = divmod(index, len(self._train))
+    order = _permutation(len(self._train), seed, epoch)
+    return self._train[order[place]]
+
+  def held_out_problem(self, index: int) -> task.Problem:
+    return self._held_out[index]
+
+  def score(self, problem: task.Problem, completion: str) -> float:
+    return task.exact_match(problem.answer, completion)
+
+
+_permutations: dict[tuple[int, int, int], list[int]] = {}
+
+
+def _permutation(size: int, seed: int, epoch: int) -> list[int]:
+  key = (size, seed, epoch)
+  if key not in _permutations:
+    _permutations.clear()  # One epoch at a time is read.
+    _permutations[key] = sorted(
+      range(size), key=lambda i: task.stable_uniform("order", seed, epoch, i)
+    )
+  return _permutations[key]
+
+
+class CommandTask(JsonLinesTask):
+  """Prompts from a file, judged by a command of the user's.
+
+  The command reads one JSON object {prompt, answer, completion, ...the line's other keys} from
+  standard input and prints a reward in [0, 1].
+  """
+
+  name = "command"
+
+  def __init__(self, path: str, command: str, held_out_path: str | None = None):
+    """As `JsonLinesTask`, with the command line of the verifier."""
+    super().__init__(path, held_out_path)
+    self._command = shlex.split(command)
+
+  def score(self, problem: task.Problem, completion: str) -> float:
+    entry = {**problem.detail, "prompt": problem.question, "answer": problem.answer}
+    entry["completion"] = completion
+    try:
+      done = subprocess.run(
+        self._command,
+        input=json.dumps(entry),
+        capture_output=True,
+        text=True,
+        timeout=_VERIFIER_SECONDS,
+        check=True,
+      )
+      reward = float(done.stdout.strip())
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+      raise options.UserError(f"--verifier_command={shlex.join(self._command)}: {error}") from None
+    if not 0.0 <= reward <= 1.0:
+      raise options.UserError(
+        f"--verifier_command={shlex.join(self._command)}: printed {reward}, want 0 to 1"
+      )
+    return reward
