@@ -1,0 +1,94 @@
+"""Public op of the gated delta rule, and its one-token step for decoding."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from kernels.gdn import chunked, reference
+
+_HIGHEST = lax.Precision.HIGHEST
+
+
+def gated_delta_rule(
+  q: Float[Array, "B S nk dk"],
+  k: Float[Array, "B S nk dk"],
+  v: Float[Array, "B S nv dv"],
+  g: Float[Array, "B S nv"],
+  beta: Float[Array, "B S nv"],
+  segment_ids: Int[Array, "B S"],
+  initial_state: Float[Array, "B nv dk dv"] | None = None,
+  initial_segment: Int[Array, " B"] | None = None,
+  *,
+  chunk_size: int = 64,
+) -> tuple[Float[Array, "B S nv dv"], Float[Array, "B nv dk dv"]]:
+  """The gated delta rule over packed rows; see `reference` for the definition.
+
+  Args:
+    q: Queries before the L2 norm, per key head.
+    k: Keys before the L2 norm; value head j reads key head j // (nv / nk).
+    v: Values.
+    g: Logarithm of the decay, float32, <= 0.
+    beta: Writing strength.
+    segment_ids: 0 is padding, which neither writes nor decays the state; the state starts from
+      zero wherever the id changes.  Ids of different segments of a row must differ.
+    initial_state: State the rows start from; zero when absent.
+    initial_segment: Segment this state belongs to; 1 when absent.
+    chunk_size: Tokens per chunk, a power of two.
+
+  Returns:
+    Outputs in the type of `v`, zero on padding, and the float32 state after each row's last real
+    token.
+
+  Raises:
+    ValueError: Heads do not divide, or the chunk is no power of two.
+  """
+  batch, _, nv, dv = v.shape
+  nk, dk = k.shape[2:]
+  if nv % nk:
+    raise ValueError(f"{nv} value heads are no multiple of {nk} key heads")
+  if chunk_size < 1 or chunk_size & (chunk_size - 1):
+    raise ValueError(f"chunk_size={chunk_size}: want a power of two")
+  if initial_state is None:
+    initial_state = jnp.zeros((batch, nv, dk, dv), jnp.float32)
+  if initial_segment is None:
+    initial_segment = jnp.ones((batch,), segment_ids.dtype)
+  return chunked.chunked_gated_delta_rule(
+    q, k, v, g, beta, segment_ids, initial_state, initial_segment, chunk_size=chunk_size
+  )
+
+
+def gated_delta_step(
+  q: Float[Array, "B nk dk"],
+  k: Float[Array, "B nk dk"],
+  v: Float[Array, "B nv dv"],
+  g: Float[Array, "B nv"],
+  beta: Float[Array, "B nv"],
+  state: Float[Array, "B nv dk dv"],
+) -> tuple[Float[Array, "B nv dv"], Float[Array, "B nv dk dv"]]:
+  """One token of the recurrence, in float32.
+
+  Args:
+    q: Query before the L2 norm, per key head.
+    k: Key before the L2 norm.
+    v: Value.
+    g: Logarithm of the decay.
+    beta: Writing strength.
+    state: State before the token.
+
+  Returns:
+    The output in the type of `v`, and the state after the token.
+  """
+  batch, nv, dv = v.shape
+  nk, dk = k.shape[1:]
+  q = reference.l2_normalize(q) * dk**-0.5
+  k = reference.l2_normalize(k)
+  grouped = state.reshape(batch, nk, nv // nk, dk, dv)
+  grouped = grouped * jnp.exp(g.astype(jnp.float32)).reshape(batch, nk, nv // nk, 1, 1)
+  read = jnp.einsum("bghkv,bgk->bghv", grouped, k, precision=_HIGHEST)
+  u = v.astype(jnp.float32).reshape(read.shape) - read
+  u = u * beta.astype(jnp.float32).reshape(batch, nk, nv // nk, 1)
+  grouped = grouped + k[:, :, None, :, None] * u[..., None, :]
+  out = jnp.einsum("bghkv,bgk->bghv", grouped, q, precision=_HIGHEST)
+  return out.reshape(batch, nv, dv).astype(v.dtype), grouped.reshape(state.shape)

@@ -1,0 +1,142 @@
+"""The sparse feed-forward layer: router, experts, shared expert; and its balance loss."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from kernels.gmm import gmm
+from kernels.moe_dispatch import moe_dispatch
+from model import config as config_lib
+from model import layers
+
+
+class Routing(NamedTuple):
+  """What a sparse layer reports.
+
+  Attributes:
+    experts: Experts used, int16; -1 on padding.
+    logits: Router logits in the type they were computed in.
+  """
+
+  experts: Int[Array, "B S K"]
+  logits: Float[Array, "B S E"]
+
+
+class SparseMoe(nnx.Module):
+  """Mixture of experts with a gated shared expert.
+
+  Attributes:
+    router: Logits of the experts.
+    wi: Gate, then up projection of each expert.
+    wo: Down projection of each expert.
+    shared_expert: Sees every token.
+    shared_expert_gate: Its gate, one number a token.
+  """
+
+  def __init__(self, config: config_lib.ModelConfig, options, *, rngs: nnx.Rngs):
+    self.config, self.options = config, options
+    hidden, experts = config.hidden_size, config.num_experts
+    inner = config.moe_intermediate_size
+    common = {"config": config, "options": options, "rngs": rngs}
+    self.router = layers.Linear(hidden, experts, ("embed", "router"), **common)
+    self.wi = nnx.Param(
+      layers.normal(rngs.params(), (experts, hidden, 2 * inner), config, options),
+      logical_axes=("expert", "embed", "mlp"),
+    )
+    self.wo = nnx.Param(
+      layers.normal(rngs.params(), (experts, inner, hidden), config, options),
+      logical_axes=("expert", "mlp", "embed"),
+    )
+    self.shared_expert = layers.GatedMlp(
+      config.shared_expert_intermediate_size, "shared_mlp", **common
+    )
+    self.shared_expert_gate = layers.Linear(hidden, 1, ("embed", "one"), **common)
+
+  def __call__(
+    self,
+    x: Float[Array, "B S h"],
+    segment_ids: Int[Array, "B S"],
+    replay: Int[Array, "B S K"] | None = None,
+  ) -> tuple[Float[Array, "B S h"], Routing]:
+    """Routes real tokens; padding reaches no expert.
+
+    Args:
+      x: Normalised input.
+      segment_ids: 0 is padding.
+      replay: Experts to use; a token with a negative entry chooses its own.  Weights always come
+        from this call's logits.
+    """
+    config = self.config
+    tokens = x.reshape(-1, config.hidden_size)
+    if self.options.float32_gate_logits:
+      logits = self.router(tokens.astype(jnp.float32))
+    else:
+      logits = self.router(tokens)
+    real = segment_ids.reshape(-1) > 0
+    if replay is not None:
+      replay = replay.reshape(-1, config.num_experts_per_tok)
+    experts, weights = route(logits, config.num_experts_per_tok, replay)
+    experts = jnp.where(real[:, None], experts, -1)
+
+    plan = moe_dispatch.plan(experts, config.num_experts)
+    rows = moe_dispatch.dispatch(tokens, plan)
+    wi, wo = self.wi[...].astype(x.dtype), self.wo[...].astype(x.dtype)
+    gate, up = jnp.split(gmm.grouped_matmul(rows, wi, plan.group_sizes), 2, axis=-1)
+    rows = gmm.grouped_matmul(jax.nn.silu(gate) * up, wo, plan.group_sizes)
+    routed = moe_dispatch.combine(rows, weights.astype(x.dtype), plan)
+    shared = jax.nn.sigmoid(self.shared_expert_gate(tokens)) * self.shared_expert(tokens)
+    lead = x.shape[:2]
+    routing = Routing(experts.astype(jnp.int16).reshape(*lead, -1), logits.reshape(*lead, -1))
+    return (routed + shared).reshape(x.shape), routing
+
+
+def route(
+  logits: Float[Array, "T E"], top_k: int, replay: Int[Array, "T K"] | None
+) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
+  """Experts and their weights: softmax over all experts, top-k, renormalised to sum to one.
+
+  Args:
+    logits: Router logits.
+    top_k: Experts a token.
+    replay: Experts to use; a token with a negative entry chooses its own.
+
+  Returns:
+    int32 experts, and float32 weights, from the live logits either way.
+  """
+  probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+  _, experts = jax.lax.top_k(jax.lax.stop_gradient(probabilities), top_k)
+  if replay is not None:
+    replay = replay.astype(jnp.int32)
+    experts = jnp.where(jnp.any(replay < 0, axis=-1, keepdims=True), experts, replay)
+  weights = jnp.take_along_axis(probabilities, experts, axis=-1)
+  return experts, weights / jnp.sum(weights, axis=-1, keepdims=True)
+
+
+def load_balance_loss(
+  router_logits: Float[Array, "B S L E"], segment_ids: Int[Array, "B S"], top_k: int
+) -> Float[Array, ""]:
+  """Switch Transformer's auxiliary loss over all layers' tokens, as transformers computes it.
+
+  E * sum_e f_e P_e, f the top-k counts and P the mean probabilities over every layer's real
+  tokens; it is `top_k` when the experts are balanced.  Padding counts in neither.
+
+  Fedus, Zoph, Shazeer (arXiv:2101.03961), equations 4 to 6.
+
+  Args:
+    router_logits: From `forward(..., output_router_logits=True)`.
+    segment_ids: 0 is padding.
+    top_k: Experts a token.
+  """
+  probabilities = jax.nn.softmax(router_logits.astype(jnp.float32), axis=-1)
+  experts = router_logits.shape[-1]
+  _, chosen = jax.lax.top_k(jax.lax.stop_gradient(probabilities), top_k)
+  counts = jnp.sum(jax.nn.one_hot(chosen, experts), axis=-2)
+  real = (segment_ids > 0).astype(jnp.float32)[:, :, None, None]
+  total = jnp.maximum(jnp.sum(real) * router_logits.shape[2], 1.0)
+  mean = lambda x: jnp.sum(x * real, axis=(0, 1, 2)) / total
+  return experts * jnp.sum(mean(counts) * mean(probabilities))
