@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tools.roofline.dims import ModelDims
-from tools.roofline.machine import AXES, TPU7X, Chip, Mesh
+from tools.roofline.machine import AXES, TPU7X, Chip, Grid, Mesh
 
 BYTES = {"bf16": 2, "fp8": 1, "f32": 4}
 MASTER_BYTES = {"f32": 12.0, "residual16": 10.125}  # master and both moments
@@ -104,12 +104,17 @@ class Workload:
         f"effective length {self.segment_length:g}: want more than 0, at most the row's"
         f" {self.row_tokens} tokens"
       )
-    self.mesh.on_chip(self.chip)
+    _ = self.grid.on_chip  # refuses a mesh that does not fill its chips
 
   @property
   def segment_length(self) -> float:
     """S_eff in tokens."""
     return float(self.row_tokens if self.effective_length is None else self.effective_length)
+
+  @property
+  def grid(self) -> Grid:
+    """The mesh's axes and their links."""
+    return self.mesh.grid(self.chip)
 
   @property
   def expert_groups(self) -> int:
@@ -299,7 +304,7 @@ def price(work: Workload) -> Roofline:
 
 
 def _time(component: Component, work: Workload) -> None:
-  chip, links = work.chip, work.mesh.links(work.chip)
+  chip, links = work.chip, work.grid.links
   component.wire = {axis: n for axis, n in component.wire.items() if n}
   component.seconds = {
     "compute": component.flops / chip.peak(component.dtype),
@@ -327,7 +332,7 @@ def _product(
   tokens, size = work.chip_tokens, BYTES[dtype]
   passes = 2 + work.replay  # forward, input gradient, replay
   rows = sum(k * size + n * BYTES["bf16"] for k, n in widths) * layers
-  streams = min(work.chip.devices, work.mesh.devices) * work.micro_batches
+  streams = work.grid.devices_per_chip * work.micro_batches
   weights = streams * params * (passes * size + BYTES["f32"])
   operands = sum(k + n for k, n in widths) * layers * size  # of the weight gradient
   return Component(
@@ -340,7 +345,7 @@ def _product(
     wire={
       "fsdp": 3
       * work.micro_batches
-      * work.mesh.gathered("fsdp", params * BYTES["bf16"] / work.mesh.fsdp, work.chip)
+      * work.grid.gathered("fsdp", params * BYTES["bf16"] / work.mesh.fsdp)
     },
   )
 
@@ -353,7 +358,7 @@ def _moe(work: Workload) -> Component | None:
   params = dims.num_experts_per_tok * dims.expert_params * layers
   hidden, inner = dims.hidden_size, dims.moe_intermediate_size
   copies = tokens * dims.num_experts_per_tok * layers
-  streams = min(work.chip.devices, work.mesh.devices) * layers * work.micro_batches
+  streams = work.grid.devices_per_chip * layers * work.micro_batches
   # Every expert of a device's group is read once a pass.
   read = dims.num_experts / work.expert_groups * streams * dims.expert_params
   rows = lambda k, n: copies * (k * size + n * BYTES["bf16"])
@@ -369,7 +374,7 @@ def _moe(work: Workload) -> Component | None:
     forward=2 * params * tokens,
     backward=4 * params * tokens,
     hbm=(1 + work.replay) * forward + d_rows + d_weights,
-    wire={"fsdp": work.micro_batches * work.mesh.gathered("fsdp", shard * wire, work.chip)},
+    wire={"fsdp": work.micro_batches * work.grid.gathered("fsdp", shard * wire)},
   )
 
 
@@ -385,14 +390,14 @@ def _dispatch(work: Workload) -> Component | None:
   if work.dispatch == "ring":
     one = work.device_tokens * row * layers
     wire = {
-      "context": work.mesh.gathered("context", one, work.chip),
-      "expert": work.mesh.gathered("expert", one * work.mesh.context, work.chip),
+      "context": work.grid.gathered("context", one),
+      "expert": work.grid.gathered("expert", one * work.mesh.context),
     }
   else:
-    inside = work.mesh.on_chip(work.chip)
+    inside = work.grid.on_chip
     stay = inside["context"] * inside["expert"] / work.expert_groups
     per_chip = work.chip_tokens / work.micro_batches * dims.num_experts_per_tok
-    axis = "context" if work.mesh.chip_extent(work.chip)["context"] > 1 else "expert"
+    axis = "context" if work.grid.chip_extent["context"] > 1 else "expert"
     wire = {axis: layers * per_chip * row * (1 - stay)}
   k, hidden = dims.num_experts_per_tok, dims.hidden_size
   # Sort: read bfloat16, write the dispatch dtype; un-sort: read and reduce; the residual.
@@ -451,7 +456,7 @@ def _attention(work: Workload) -> Component | None:
     forward=fwd * tokens,
     backward=2.5 * fwd * tokens,
     hbm=tokens * dims.attention_layers * per_pass * (3 + work.replay),
-    wire={"context": passes * work.mesh.gathered("context", shard, work.chip)},
+    wire={"context": passes * work.grid.gathered("context", shard)},
   )
 
 
@@ -481,7 +486,7 @@ def _folds(work: Workload) -> Component | None:
   key, value = dims.linear_key_head_dim, dims.linear_value_head_dim
   state = dims.linear_num_value_heads * key * (key + value) * BYTES["f32"]
   hops = math.ceil(math.log2(work.mesh.context))
-  extent = work.mesh.chip_extent(work.chip)["context"]
+  extent = work.grid.chip_extent["context"]
   row_parts = work.rows * work.mesh.context / work.chips if extent > 1 else 0
   return Component(
     name="GDN CP folds",
@@ -493,9 +498,9 @@ def _folds(work: Workload) -> Component | None:
 
 def _head(work: Workload) -> Component | None:
   table, tokens = work.dims.table_params, work.chip_tokens
-  streams = min(work.chip.devices, work.mesh.devices) * work.micro_batches
+  streams = work.grid.devices_per_chip * work.micro_batches
   # The table passes every chip once a pass: the cores of a chip hold halves of the vocabulary.
-  crosses = work.mesh.chip_extent(work.chip)["fsdp"] > 1
+  crosses = work.grid.chip_extent["fsdp"] > 1
   hidden = tokens * work.dims.hidden_size * BYTES["bf16"]
   return Component(
     name="log-prob head",
@@ -521,7 +526,7 @@ def _optimizer(work: Workload) -> Component | None:
   params = work.dims.total_params / work.chips
   host = 0.0
   if work.host_offload:
-    resident = work.resident_gib * 2**30 * min(work.chip.devices, work.mesh.devices)
+    resident = work.resident_gib * 2**30 * work.grid.devices_per_chip
     host = max(0.0, params * per_param - resident)
   return Component(name="optimizer", hbm=params * (2 * per_param + 8), host=host)
 

@@ -218,12 +218,12 @@ def test_whole_slice_flops_do_not_depend_on_the_mesh():
 def test_wire_of_an_axis_inside_the_chip_is_free_and_shared():
   chip = machine.TPU7X
   # Two devices a chip hold different shards of the other axes: both fetch all remote shards.
-  assert machine.Mesh(32, 2, 4).gathered("fsdp", 1.0, chip) == 2 * 31
+  assert machine.Mesh(32, 2, 4).grid(chip).gathered("fsdp", 1.0) == 2 * 31
   # Along fsdp itself the two devices of a chip share what arrives.
-  assert machine.Mesh(64, 1, 1).gathered("fsdp", 1.0, chip) == 62
-  assert machine.Mesh(32, 2, 4).gathered("expert", 1.0, chip) == 0
-  assert machine.Mesh(32, 2, 4).links(chip) == {"fsdp": 4, "expert": 0, "context": 2}
-  assert machine.Mesh(64, 1, 1).links(chip) == {"fsdp": 6, "expert": 0, "context": 0}
+  assert machine.Mesh(64, 1, 1).grid(chip).gathered("fsdp", 1.0) == 62
+  assert machine.Mesh(32, 2, 4).grid(chip).gathered("expert", 1.0) == 0
+  assert machine.Mesh(32, 2, 4).grid(chip).links == {"fsdp": 4, "expert": 0, "context": 2}
+  assert machine.Mesh(64, 1, 1).grid(chip).links == {"fsdp": 6, "expert": 0, "context": 0}
 
 
 @pytest.mark.parametrize("text", ["32x2", "32x2x0", "axbxc", "32x2x4x1", "32 x2x4", ""])
