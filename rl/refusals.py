@@ -76,7 +76,11 @@ LOSS_RULES = (
     keys=("loss", "loss_aggregation"),
     broken=lambda s: s.loss == "gspo" and s.loss_aggregation == "token-mean",
     reason="gspo has one ratio a sequence and is averaged over sequences",
-    accepted={"loss": "gspo", "loss_aggregation": "sequence-mean-token-mean"},
+    accepted={
+      "loss": "gspo",
+      "loss_aggregation": "sequence-mean-token-mean",
+      "truncated_importance_sampling_type": "none",
+    },
     refused={"loss": "gspo", "loss_aggregation": "token-mean"},
   ),
   Rule(

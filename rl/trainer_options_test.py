@@ -1,0 +1,63 @@
+"""The refusal table over the trainer's whole configuration: every rule's examples, via flags."""
+
+import pytest
+
+from kernels.base import cli, options, refusals
+from rl import refusals as table
+from rl import trainer_options
+
+
+def _argv(values):
+  declared = {o.name: o for c in trainer_options.COMPONENTS for o in options.declared(c)}
+  return ["trainer", *(f"--{k}={declared[k].show(v)}" for k, v in values.items())]
+
+
+def _parse(values, rules):
+  return cli.parse(_argv(values), trainer_options.COMPONENTS, rules=rules, environ={})
+
+
+def test_names_are_unique_and_the_defaults_are_accepted():
+  names = [o.name for c in trainer_options.COMPONENTS for o in options.declared(c)]
+  assert len(names) == len(set(names))
+  settings = cli.parse(["trainer"], trainer_options.COMPONENTS, rules=table.RULES, environ={})
+  assert settings.changed == {}
+
+
+def test_rules_have_unique_names_and_known_keys():
+  names = [rule.name for rule in table.RULES]
+  assert len(names) == len(set(names))
+  known = {o.name for c in trainer_options.COMPONENTS for o in options.declared(c)}
+  for rule in table.RULES:
+    assert set(rule.keys) <= known, rule.name
+
+
+@pytest.mark.parametrize("rule", table.RULES, ids=lambda rule: rule.name)
+def test_accepted_example(rule):
+  settings = _parse(rule.accepted, table.RULES)
+  # An example that changes none of the rule's keys would be accepted whatever the rule said.
+  assert rule.effective or set(settings.changed) & set(rule.keys)
+
+
+@pytest.mark.parametrize("rule", table.RULES, ids=lambda rule: rule.name)
+def test_refused_example(rule):
+  with pytest.raises(options.OptionError) as error:
+    _parse(rule.refused, table.RULES)
+  assert f"refused [{rule.name}]" in str(error.value)
+  assert rule.reason in str(error.value)
+  others = [r for r in table.RULES if r is not rule]
+  settings = options.Settings(trainer_options.COMPONENTS, rule.refused)
+  assert rule in refusals.broken_rules(settings, [*others, rule])
+
+
+def test_every_broken_rule_is_reported_at_once():
+  values = {}
+  expected = []
+  for rule in table.RULES:
+    if not set(values) & set(rule.refused):
+      values |= rule.refused
+      expected.append(rule.name)
+  assert len(expected) > 2
+  with pytest.raises(options.OptionError) as error:
+    _parse(values, table.RULES)
+  for name in expected:
+    assert f"[{name}]" in str(error.value)
