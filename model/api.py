@@ -328,6 +328,6 @@ def _extend(config, options, params, tokens, real, cache, routed_experts):
     groups,
     tail,
   )
-  caches = [None if out is None else out.cache for out in outputs]
-  cache = cache_lib.join(cache.lengths + jnp.sum(real, axis=1), *caches)
+  gdn, attn, tail_out = (None if out is None else out.cache for out in outputs)
+  cache = cache_lib.join(cache.lengths + jnp.sum(real, axis=1), gdn, attn, tail_out)
   return _final_norm(config, params, x), cache, outputs

@@ -310,7 +310,7 @@ def _require(holds: bool, name: str, value: Any, why: str):
     _refuse(name, value, why)
 
 
-_PUBLISHED = {"vocab_size": 248_320, "eos_token_id": 248_044}
+_PUBLISHED: dict[str, Any] = {"vocab_size": 248_320, "eos_token_id": 248_044}
 
 
 def _dense(hidden, layers, heads, kv_heads, value_heads, ffn, tied):
@@ -341,7 +341,7 @@ def _moe(hidden, layers, heads, value_heads, experts, top_k, ffn):
   )
 
 
-_TINY = {
+_TINY: dict[str, Any] = {
   "vocab_size": 512,
   "hidden_size": 64,
   "num_hidden_layers": 4,

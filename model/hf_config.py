@@ -124,10 +124,8 @@ def _flatten(given: Mapping[str, Any]) -> dict[str, Any]:
   root = {k: v for k, v in given.items() if k != "text_config"}
   differs = {"model_type", "architectures", "dtype", "torch_dtype", "transformers_version"}
   flat = dict(text)
-  root_type, text_type = (
-    root.get("model_type"),
-    flat.setdefault("model_type", root.get("model_type")),
-  )
+  root_type: Any = root.get("model_type")
+  text_type: Any = flat.setdefault("model_type", root_type)
   known = root_type in _MODEL_TYPES and text_type in _MODEL_TYPES
   if known and _MODEL_TYPES[root_type] != _MODEL_TYPES[text_type]:
     _refuse("model_type", root_type, f"text_config says {text_type!r}")

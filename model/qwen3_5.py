@@ -30,7 +30,7 @@ class LayerOutput(NamedTuple):
 
   routing: moe.Routing | None
   hidden: Float[Array, "B S h"] | None
-  cache: gated_delta_net.DeltaState | attention.KeyValues | None
+  cache: Any  # DeltaState or KeyValues, by the kind of layer.
 
 
 class _DecoderLayer(nnx.Module):
@@ -41,6 +41,7 @@ class _DecoderLayer(nnx.Module):
     self.input_norm = layers.RmsNorm(config.hidden_size, config, options)
     self._make_mixer(config, options, rngs)
     self.post_norm = layers.RmsNorm(config.hidden_size, config, options)
+    self.mlp: Any
     if config.is_moe:
       self.mlp = moe.SparseMoe(config, options, rngs=rngs)
     else:
