@@ -71,7 +71,8 @@ def read(module: hlo.Module, instruction: hlo.Instruction, grid: Grid | None) ->
   """
   inner = instruction
   if kind_of(inner.opcode) is None:
-    if inner.opcode not in ("async-start", "call", "fusion"):
+    wraps = inner.opcode in ("call", "fusion") or inner.opcode.endswith("-start")
+    if not wraps or not inner.called:
       return None
     found = next((i for i in module.inside(inner) if kind_of(i.opcode)), None)
     if found is None:
@@ -80,10 +81,9 @@ def read(module: hlo.Module, instruction: hlo.Instruction, grid: Grid | None) ->
   kind = kind_of(inner.opcode)
   assert kind is not None
   shapes = [s for s in inner.shapes if s.dims or s.dtype not in ("u32", "token")]
-  if inner.opcode.endswith("-start") and kind in ("all-gather", "collective-permute"):
-    shapes = shapes[: max(1, len(shapes) // 2)] if kind == "collective-permute" else shapes
-    payload = max(sum(s.bytes for s in shapes[k::2]) for k in (0, 1)) if len(shapes) > 1 else 0
-    payload = payload or sum(s.bytes for s in shapes)
+  if inner.opcode in ("all-gather-start", "collective-permute-start"):
+    half = len(shapes) // 2  # operands, then as many results
+    payload = max(sum(s.bytes for s in part) for part in (shapes[:half], shapes[half:]))
   else:
     payload = sum(s.bytes for s in shapes)
   pairs = self_pairs = 0

@@ -103,6 +103,7 @@ class Result:
     hlo: The scheduled program's text: with estimated cycles after a full compile.
     buffer_assignment: File with every buffer's value and offset.
     memory: The memory report, read.
+    memory_text: The same as the compiler wrote it.
     verdict: Whether it fits, and by how much.
     analysis: `memory_analysis()` in bytes after a full compile, else empty.
     executable: The serialized executable, if asked for.
@@ -114,6 +115,7 @@ class Result:
   hlo: pathlib.Path
   buffer_assignment: pathlib.Path
   memory: memory.Report
+  memory_text: str
   verdict: memory.Verdict
   analysis: dict[str, int]
   executable: pathlib.Path | None
@@ -267,7 +269,8 @@ def compile_program(request: Request) -> Result:
   if files is None or not files.complete():
     detail = error["message"] if error else f"exit status {child.returncode}"
     raise ProgramError(f"the compiler left no scheduled program: {detail}")
-  report = memory.read_report(files.memory_report.read_text())
+  memory_text = files.memory_report.read_text()
+  report = memory.read_report(memory_text)
   verdict = memory.judge(report)
   if error:
     verdict = _refused(error["message"], verdict)
@@ -277,6 +280,7 @@ def compile_program(request: Request) -> Result:
     hlo=text if text.exists() else files.hlo,
     buffer_assignment=files.buffer_assignment,
     memory=report,
+    memory_text=memory_text,
     verdict=verdict,
     analysis=stages.get("compiled", {}).get("memory", {}),
     executable=executable if executable.exists() else None,

@@ -151,7 +151,7 @@ class Buffer:
   @property
   def on_host(self) -> bool:
     """Whether it lies in host memory."""
-    return "S(5)" in self.shape
+    return f"S({HOST_COLOR})" in self.shape and not self.shape.startswith("(")
 
 
 def read_buffers(text: str) -> list[Buffer]:

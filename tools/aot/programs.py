@@ -135,3 +135,61 @@ def too_large(*, gib: int = 60) -> Any:
 
   lower = jax.jit(step).trace(struct(gib * 2**30 // (4 * width)), struct(width)).lower
   return lower(lowering_platforms=("tpu",))
+
+
+def offloaded_update(*, layers: int = 4, width: int = 1024, rows: int = 2048) -> Any:
+  """Nested scans with a checkpoint, a float8 product, and an optimizer state in host memory."""
+  import jax
+  import jax.numpy as jnp
+  from jax import lax
+  from jax.sharding import NamedSharding
+  from jax.sharding import PartitionSpec as P
+
+  devices = mesh_of("tpu7x:2x2x1", (4, 2), ("fsdp", "expert"))
+  spec = P(None, "fsdp", None)
+
+  def loss(weights, x):
+    def inner(x, w):
+      return jnp.tanh(x @ w), None
+
+    def outer(x, w):
+      w = lax.all_gather(w, "fsdp", axis=0, tiled=True)
+      x, _ = lax.scan(inner, x, jnp.stack([w, w * 2, w * 3]))
+      small = x.astype(jnp.float8_e4m3fn)
+      return x + jnp.dot(small, w.astype(jnp.float8_e4m3fn)).astype(x.dtype), None
+
+    x, _ = lax.scan(jax.checkpoint(outer), x, weights)
+    return x.astype(jnp.float32).sum()
+
+  def local(weights, x):
+    value, grads = jax.value_and_grad(loss)(weights, x)
+    return lax.psum(value, ("fsdp", "expert")), lax.psum(grads, "expert")
+
+  mapped = jax.shard_map(
+    local,
+    mesh=devices,
+    in_specs=(spec, P(("fsdp", "expert"), None)),
+    out_specs=(P(), spec),
+    check_vma=False,
+  )
+
+  def step(weights, moment, x):
+    value, grads = mapped(weights, x)
+    moment = jax.device_put(moment, jax.memory.Space.Device)
+    moment = 0.9 * moment + grads.astype(jnp.float32)
+    weights = weights - (0.01 * moment).astype(weights.dtype)
+    return weights, jax.device_put(moment, jax.memory.Space.Host), value
+
+  on = lambda s, kind=None: (
+    NamedSharding(devices, s, memory_kind=kind) if kind else NamedSharding(devices, s)
+  )
+  struct = jax.ShapeDtypeStruct
+  weights = struct((layers, width, width), jnp.bfloat16, sharding=on(spec))
+  moment = struct((layers, width, width), jnp.float32, sharding=on(spec, "pinned_host"))
+  x = struct((rows * 8, width), jnp.bfloat16, sharding=on(P(("fsdp", "expert"), None)))
+  jitted = jax.jit(
+    step,
+    donate_argnums=(0, 1),
+    out_shardings=(on(spec), on(spec, "pinned_host"), on(P())),
+  )
+  return jitted.trace(weights, moment, x).lower(lowering_platforms=("tpu",))

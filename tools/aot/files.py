@@ -1,0 +1,63 @@
+"""Makes a report from files: HLO text with its dump beside it, or a report's JSON."""
+
+from __future__ import annotations
+
+import pathlib
+
+from kernels.base import options
+from tools.aot import report
+from tools.roofline.machine import TPU7X, Grid, Mesh
+
+
+def grid_of(mesh: str | None, axes: tuple[str, ...]) -> Grid | None:
+  """Mesh axes from flags.
+
+  Args:
+    mesh: fsdp x expert x context, such as 32x2x4.
+    axes: name:size each, in device order, for programs with other axes.
+
+  Raises:
+    options.UserError: Neither form fits.
+  """
+  try:
+    if mesh:
+      grid = Mesh.parse(mesh).grid(TPU7X)
+    elif axes:
+      pairs = [part.split(":") for part in axes]
+      if any(len(p) != 2 or not p[1].isdecimal() or int(p[1]) < 1 for p in pairs):
+        raise ValueError(f"axes {','.join(axes)}: want name:size each, such as fsdp:32,context:4")
+      grid = Grid({name: int(size) for name, size in pairs}, TPU7X)
+    else:
+      return None
+    _ = grid.on_chip  # refuses axes that do not fill chips
+    return grid
+  except ValueError as error:
+    raise options.UserError(str(error)) from error
+
+
+def load(path: str, grid: Grid | None = None, name: str = "") -> report.Report:
+  """Reads a report's JSON, or makes a report from scheduled HLO text.
+
+  Where the text is a dump, its memory report and buffer assignment are read from beside it.
+
+  Raises:
+    options.UserError: The file is not there, or neither a report nor HLO text.
+  """
+  file = pathlib.Path(path)
+  if not file.is_file():
+    raise options.UserError(f"{path}: no such file; give HLO text or a report's JSON")
+  try:
+    if file.suffix == ".json":
+      return report.read(path)
+    stem = file.name.removesuffix(".txt")
+    beside = lambda suffix: file.with_name(stem + suffix)
+    read = lambda p: p.read_text() if p.is_file() else ""
+    return report.make(
+      file.read_text(),
+      grid,
+      name=name,
+      memory_report=read(beside("-memory-usage-report.txt")),
+      buffer_assignment=read(beside("-buffer-assignment.txt")),
+    )
+  except (ValueError, UnicodeDecodeError) as error:
+    raise options.UserError(f"{path}: {error}") from error

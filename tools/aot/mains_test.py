@@ -1,0 +1,77 @@
+"""The commands: what they print and write, and what they refuse."""
+
+import pytest
+
+from kernels.base import options, refusals
+from tools.aot import diff_main, files, report, report_main
+
+RECORDED = "tools/aot/testdata"
+
+
+def settings(component, positionals, **values):
+  return options.Settings([component], values, positionals)
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+  monkeypatch.delenv("BUILD_WORKING_DIRECTORY", raising=False)
+
+
+def test_report_prints_and_writes(tmp_path, capsys):
+  out = str(tmp_path / "r.json")
+  given = settings(
+    report_main.ReportOptions,
+    [f"{RECORDED}/sharded_product.txt"],
+    mesh="32x2x4",
+    json=out,
+    plot=str(tmp_path / "r.png"),
+    name="product",
+  )
+  assert report_main.run(given) == 0
+  text = capsys.readouterr().out
+  assert "HBM fits: 0.05 GiB" in text and "kernel block_product" in text
+  made = report.read(out)
+  assert made.name == "product" and made.mesh == {"fsdp": 32, "context": 4, "expert": 2}
+  assert (tmp_path / "r.png").exists()
+
+
+def test_diff_of_a_report_and_a_text(tmp_path, capsys):
+  axes = ("fsdp:32", "context:4", "expert:2")
+  a, b = f"{RECORDED}/narrow.json", f"{RECORDED}/sharded_product.txt"
+  assert diff_main.run(settings(diff_main.DiffOptions, [a, b], mesh_axes=axes)) == 0
+  assert "no difference" in capsys.readouterr().out  # the same program, recorded both ways
+  b = f"{RECORDED}/offloaded_update.txt"
+  diff_main.run(settings(diff_main.DiffOptions, [a, b], mesh_axes=("fsdp:4", "expert:2")))
+  assert "reduce-scatter fsdp in loops: runs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+  "axes, mesh, word",
+  [
+    (("fsdp",), None, "name:size"),
+    (("fsdp:0",), None, "name:size"),
+    (("fsdp:3", "expert:1"), None, "do not fill chips"),
+    ((), "32x2", "fsdp x expert x context"),
+  ],
+)
+def test_meshes_that_cannot_be_are_refused(axes, mesh, word):
+  with pytest.raises(options.UserError, match=word):
+    files.grid_of(mesh, axes)
+
+
+def test_files_that_are_none_are_refused(tmp_path):
+  with pytest.raises(options.UserError, match="no such file"):
+    files.load(str(tmp_path / "nothing.txt"))
+  (tmp_path / "words.txt").write_text("words\n")
+  with pytest.raises(options.UserError, match="ENTRY"):
+    files.load(str(tmp_path / "words.txt"))
+  (tmp_path / "other.json").write_text('{"a": 1}')
+  with pytest.raises(options.UserError, match="no AOT report"):
+    files.load(str(tmp_path / "other.json"))
+
+
+@pytest.mark.parametrize("rule", report_main.RULES, ids=lambda r: r.name)
+@pytest.mark.parametrize("component", [report_main.ReportOptions, diff_main.DiffOptions])
+def test_refusals(rule, component):
+  check = lambda values: refusals.broken_rules(settings(component, [], **values), report_main.RULES)
+  assert check(rule.accepted) == [] and check(rule.refused) == [rule]
