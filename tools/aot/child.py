@@ -40,8 +40,11 @@ def main(path: str) -> None:
       compiled = lowered.compile(compiler_options=options)
       report("compiled", memory=_memory(compiled))
       if request["full"]:
-        (out / "program.hlo.txt").write_text(compiled.as_text())
-        report("text")
+        try:
+          (out / "program.hlo.txt").write_text(compiled.as_text())
+          report("text")
+        except Exception as error:  # some versions cannot; the dump has the text too
+          report("no text", message=str(error)[:500])
       if request["serialize"]:
         from jax.experimental import serialize_executable
 

@@ -76,7 +76,7 @@ class Request:
     builder: "module:function"; returns a `jax.stages.Lowered`, or that and compiler options.
     arguments: Keyword arguments of the builder; plain JSON values.
     directory: Where everything is written; emptied first.
-    full: Go through code generation and write `program.hlo.txt` with estimated cycles.
+    full: Go through code generation, to a text with estimated cycles.
     serialize: Write the executable to `executable.pickle`; needs `full`.
     time_limit: Seconds until the child is killed.
     init_args: Value of LIBTPU_INIT_ARGS.
@@ -153,6 +153,10 @@ class _Dump:
   @property
   def memory_report(self) -> pathlib.Path:
     return self._sibling("-memory-usage-report.txt")
+
+  @property
+  def after_codegen(self) -> pathlib.Path:
+    return self.hlo.with_name(self.hlo.name.replace("after_optimizations", "after_codegen"))
 
   def _sibling(self, suffix: str) -> pathlib.Path:
     return self.hlo.with_name(self.hlo.name.removesuffix(".txt") + suffix)
@@ -275,9 +279,11 @@ def compile_program(request: Request) -> Result:
   if error:
     verdict = _refused(error["message"], verdict)
   text = out / "program.hlo.txt"
+  if not text.exists():
+    text = files.after_codegen if request.full and files.after_codegen.exists() else files.hlo
   executable = out / "executable.pickle"
   return Result(
-    hlo=text if text.exists() else files.hlo,
+    hlo=text,
     buffer_assignment=files.buffer_assignment,
     memory=report,
     memory_text=memory_text,

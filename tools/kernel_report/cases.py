@@ -1,0 +1,144 @@
+"""The kernels that are profiled, and the shapes they are profiled at.
+
+Shapes are one device's share of a step of Qwen3.5-397B-A17B on the mesh 32x2x4, rows of 65,536
+tokens: 16,384 tokens, 64 experts of 2,560 balanced rows, one quarter of a row against the keys of
+the whole row.  Every grid step is simulated, so a case takes a part of that work with the same
+blocks; `part` says which.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+D, EXPERT_DIM, EXPERT_ROWS, VOCAB = 4096, 1024, 2560, 248_320
+KEYS, HEAD_DIM, QUERY_HEADS = 65_536, 256, 16  # query heads that share one key head
+_EXPERTS = 4  # of the 64: the grid of one expert repeats
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelCase:
+  """One kernel at one shape.
+
+  Attributes:
+    name: Unique name; the part before the colon is the library.
+    builder: "module:function" that returns the lowered program.
+    arguments: The builder's arguments.
+    kernel: What the compiler's name of the kernel begins with.
+    flops: FLOPs of the products that the case needs.
+    bytes: Least bytes across HBM: every operand and result once.
+    part: Which part of one layer's work on a device this is.
+    dtype: Operands of its products: bf16 or fp8.
+  """
+
+  name: str
+  builder: str
+  arguments: Mapping[str, Any]
+  kernel: str
+  flops: float
+  bytes: float
+  part: str
+  dtype: str = "bf16"
+
+
+def _grouped(library: str, module: str, tiles: tuple[int, int, int]) -> list[KernelCase]:
+  """The six grouped products of a MoE layer: two forward, two input and two weight gradients."""
+  rows = _EXPERTS * EXPERT_ROWS
+  wide = 2 * EXPERT_DIM
+  out = []
+  for name, kind, k, n in (
+    ("wi forward", "gmm", D, wide),
+    ("wo forward", "gmm", EXPERT_DIM, D),
+    ("wo input gradient", "gmm_transposed", D, EXPERT_DIM),
+    ("wi input gradient", "gmm_transposed", wide, D),
+    ("wi weight gradient", "tgmm", D, wide),
+    ("wo weight gradient", "tgmm", EXPERT_DIM, D),
+  ):
+    tile_k, tile_n = min(tiles[1], k), min(tiles[2], n)
+    out.append(
+      KernelCase(
+        name=f"{library}: {name}, tiles {tiles[0]}x{tile_k}x{tile_n}",
+        builder=f"tools.kernel_report.{module}:grouped_product",
+        arguments={
+          "kind": kind,
+          "experts": _EXPERTS,
+          "expert_rows": EXPERT_ROWS,
+          "k": k,
+          "n": n,
+          "tiles": [tiles[0], tile_k, tile_n],
+        },
+        kernel="tgmm" if kind == "tgmm" else "gmm",
+        flops=2.0 * rows * k * n,
+        bytes=2.0 * (rows * (k + n) + _EXPERTS * k * n),
+        part=f"{_EXPERTS} of 64 experts",
+      )
+    )
+  return out
+
+
+def _attention(
+  library: str, module: str, fused: bool, blocks: Mapping[str, int]
+) -> list[KernelCase]:
+  """Flash attention of one block of queries of every head against all keys, no mask."""
+  queries = 4096
+  scores = 2.0 * QUERY_HEADS * queries * KEYS * HEAD_DIM
+  read = 2.0 * (2 * QUERY_HEADS * queries + 2 * KEYS) * HEAD_DIM
+  part = "4,096 of 16,384 queries, 1 of 2 key heads, every block live"
+  common = {"queries": queries, "keys": KEYS, "heads": QUERY_HEADS, "head_dim": HEAD_DIM}
+  make = lambda which, kernel, products, bytes_: KernelCase(
+    name=f"{library}: attention {which}",
+    builder=f"tools.kernel_report.{module}:attention",
+    arguments={**common, "fused": fused, "which": which, "blocks": dict(blocks)},
+    kernel=kernel,
+    flops=products * scores,
+    bytes=bytes_,
+    part=part,
+  )
+  out = [make("forward", "splash_mqa_fwd", 2, read)]
+  if fused:
+    out.append(make("backward", "splash_mqa_dkv", 5, 2.5 * read))
+  else:
+    out.append(make("backward dkv", "splash_mqa_dkv", 4, 2 * read))
+    out.append(make("backward dq", "splash_mqa_dq", 3, 1.5 * read))
+  return out
+
+
+def _head() -> list[KernelCase]:
+  """Log-probabilities over a part of the vocabulary, forward and backward."""
+  tokens, vocab = 2048, 8192
+  product = 2.0 * tokens * vocab * D
+  operands = 2.0 * (tokens + vocab) * D
+  part = f"{tokens:,} of 16,384 tokens, {vocab:,} of {VOCAB:,} words"
+  out = []
+  for which, products, bytes_ in (("forward", 1, operands), ("backward", 3, 3 * operands)):
+    out.append(
+      KernelCase(
+        name=f"tokamax: linear cross-entropy {which}",
+        builder="tools.kernel_report.tokamax_kernels:linear_cross_entropy",
+        arguments={"tokens": tokens, "vocab": vocab, "width": D, "which": which},
+        kernel="",
+        flops=products * product,
+        bytes=bytes_,
+        part=part,
+      )
+    )
+  return out
+
+
+_BLOCKS = {
+  "block_q": 1024,
+  "block_kv": 4096,
+  "block_kv_compute": 512,
+  "block_q_dkv": 2048,
+  "block_kv_dkv": 2048,
+  "block_kv_dkv_compute": 512,
+}
+
+CASES: tuple[KernelCase, ...] = (
+  *_grouped("megablox", "public_kernels", (256, 1024, 1024)),
+  *_grouped("tokamax", "tokamax_kernels", (256, 1024, 1024)),
+  *_attention("splash", "public_kernels", True, _BLOCKS),
+  *_attention("tokamax splash", "tokamax_kernels", True, _BLOCKS),
+  *_head(),
+)

@@ -1,0 +1,166 @@
+"""Profiles: reading what the compiler writes, figures by hand, and one kernel for real."""
+
+import dataclasses
+import importlib.util
+import json
+from typing import Any
+
+import pytest
+
+from kernels.base import options
+from tools.kernel_report import cases, main, profile, report
+from tools.roofline.machine import TPU7X
+
+PROGRAM = """HloModule m, is_scheduled=true
+
+ENTRY %main (x: bf16[512,512]) -> bf16[512,512] {
+  %x = bf16[512,512]{1,0} parameter(0)
+  %other.2 = bf16[8,128]{1,0} custom-call(%x), custom_call_target="tpu_custom_call"
+  %gmm.1 = bf16[512,512]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", backend_config={"bundle_analysis_data":{"estimated_cycles":"7000","flops":"0","scalar_inputs":"2"},"used_scoped_memory_configs":[{"memory_space":"1","offset":"0","size":"7831552"}]}
+  ROOT %copy.3 = bf16[512,512]{1,0} copy(%gmm.1)
+}
+"""
+
+
+def write_dump(folder):
+  """A static profile and low-level dumps as libtpu names and writes them."""
+  profiles, schedules = folder / "profiles", folder / "schedules"
+  profiles.mkdir()
+  schedules.mkdir()
+  for name, cycles in (("gmm.1", 7000), ("other.2", 50), ("copy.3", 90000)):
+    (profiles / f"{name}_TPU7x_static_llo_profile.textproto").write_text(
+      f'hlo_op_estimate {{\n  hlo_op_name: "{name}"\n  estimated_cycles: {cycles}\n'
+      "  num_equivalent_hlos: 1\n}\n"
+    )
+  (schedules / "17-gmm.1-70-schedule-analysis_final_bundles.txt").write_text(
+    "Schedule analysis:\n\ttotal scheduled bundles:    869\n\tempty scheduled bundles:    7\n"
+  )
+  (schedules / "17-gmm.1-71-final_bundles.txt").write_text(
+    "0x1 : > { %1 = vst [vmem:[#allocation92_spill] sm:$0xff] %v1 }\n"
+    "0x2 : > { %2 = vld [vmem:[#allocation92_spill] sm:$0xff] ;; %3 = vst [vmem:[#allocation7_spill]"
+    " sm:$0xff] %v2 }\n0x3 : > { %4 = vld [vmem:[#allocation9] sm:$0xff] }\n"
+  )
+  return profiles, schedules
+
+
+def test_a_profile_is_gathered(tmp_path):
+  profiles, schedules = write_dump(tmp_path)
+  cycles = profile.read_cycles(profiles)
+  assert cycles == {"gmm.1": 7000, "other.2": 50, "copy.3": 90000}
+  found = profile.read(PROGRAM, "gmm", cycles, schedules)
+  assert found == profile.Profile(
+    kernel="gmm.1", cycles=7000, bundles=869, spills=2, vmem_bytes=7831552
+  )
+  # Without a name it is the dearest Pallas kernel, never another instruction.
+  assert profile.read(PROGRAM, "", cycles, schedules).kernel == "gmm.1"
+
+
+@pytest.mark.parametrize("prefix, kept", [("tgmm", ("gmm.1",)), ("gmm", ("other.2",))])
+def test_a_missing_profile_is_an_error(tmp_path, prefix, kept):
+  profiles, schedules = write_dump(tmp_path)
+  cycles = {name: n for name, n in profile.read_cycles(profiles).items() if name in kept}
+  with pytest.raises(profile.NoProfileError, match="kernels: .*gmm.1"):
+    profile.read(PROGRAM, prefix, cycles, schedules)
+
+
+def case(**changes):
+  values: dict[str, Any] = {
+    "name": "library: kernel",
+    "builder": "m:f",
+    "arguments": {},
+    "kernel": "gmm",
+    "flops": TPU7X.bf16_flops / 2 * 1e-3,  # a millisecond of one device
+    "bytes": TPU7X.hbm_bytes_per_second / 2 * 0.25e-3,
+    "part": "all",
+  }
+  return cases.KernelCase(**(values | changes))
+
+
+def found(cycles):
+  return profile.Profile(kernel="gmm.1", cycles=cycles, bundles=1, spills=0, vmem_bytes=2**20)
+
+
+def test_figures_by_hand():
+  row = report.make_row(case(), found(4_400_000), 3.0)  # 2 ms at 2.2 GHz
+  assert row.floor_us == pytest.approx(1000) and row.static_us == pytest.approx(2000)
+  assert row.ratio == pytest.approx(2.0) and row.peak == pytest.approx(0.5)
+  # A schedule quicker than HBM cannot be: the bytes decide.
+  bound = case(bytes=TPU7X.hbm_bytes_per_second / 2 * 4e-3)
+  row = report.make_row(bound, found(2_200_000), 3.0)
+  assert row.floor_us == pytest.approx(4000) and row.ratio == pytest.approx(1.0)
+  fp8 = report.make_row(case(dtype="fp8"), found(2_200_000), 3.0)
+  assert fp8.floor_us == pytest.approx(500) and fp8.peak == pytest.approx(0.5)
+
+
+def test_cases_are_well_formed():
+  names = [c.name for c in cases.CASES]
+  assert len(set(names)) == len(names)
+  for each in cases.CASES:
+    json.dumps(each.arguments)
+    module, _, function = each.builder.partition(":")
+    text = open(module.replace(".", "/") + ".py").read()
+    assert f"def {function}(" in text, each.builder
+    assert each.flops > 0 and each.bytes > 0
+  # The six grouped products of a layer: 6 x 2 x d x inner FLOPs a row.
+  rows = 4 * cases.EXPERT_ROWS
+  total = sum(c.flops for c in cases.CASES if c.name.startswith("megablox"))
+  assert total == 3 * (2 * rows * 3 * cases.D * cases.EXPERT_DIM)
+
+
+def test_table_json_and_chart(tmp_path):
+  rows = [report.make_row(case(), found(4_400_000), 3.0)]
+  rows.append(dataclasses.replace(rows[0], name="other: refused", cycles=0, error="no tiling"))
+  report.write_json(rows, str(tmp_path / "r.json"))
+  assert json.loads((tmp_path / "r.json").read_text())[0]["ratio"] == pytest.approx(2.0)
+  text = report.markdown(rows)
+  assert "| library: kernel | 1153.5 |" in text and "none: no tiling" in text
+  assert len({line.count("|") for line in text.splitlines()}) == 1
+  report.plot(rows, str(tmp_path / "r.png"))
+  assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+def settings(**values):
+  return options.Settings([main.KernelReportOptions], values)
+
+
+def test_cases_are_chosen_by_words(capsys):
+  assert main.run(settings(list=True, cases=("megablox", "forward"))) == 0
+  assert [line.split(",")[0] for line in capsys.readouterr().out.splitlines()] == [
+    "megablox: wi forward",
+    "megablox: wo forward",
+  ]
+  with pytest.raises(options.UserError, match="--list"):
+    main.run(settings(cases=("nothing",)))
+
+
+def small(**changes):
+  arguments = {
+    "kind": "gmm",
+    "experts": 2,
+    "expert_rows": 256,
+    "k": 256,
+    "n": 256,
+    "tiles": [128, 256, 256],
+  }
+  return case(
+    builder="tools.kernel_report.public_kernels:grouped_product",
+    arguments=arguments | changes,
+    flops=2.0 * 512 * 256 * 256,
+    bytes=2.0 * (512 * 512 + 2 * 256 * 256),
+  )
+
+
+def test_a_kernel_is_profiled_for_real(tmp_path):
+  row = report.profile_case(small(), str(tmp_path / "out"), 240.0)
+  assert not row.error
+  # Four grid steps of 128 x 256 x 256 on an array of 256 x 256: 32 cycles each at the very least.
+  assert 4 * 32 < row.cycles < 40_000
+  # At least the float32 accumulator of a tile.
+  assert row.vmem_mib >= 128 * 256 * 4 / 2**20 and row.bundles > 50
+  assert not list(tmp_path.iterdir())  # tens of MB a kernel are not left behind
+
+
+def test_a_case_that_cannot_be_built_is_a_row_with_the_reason(tmp_path):
+  row = report.profile_case(small(expert_rows=250), str(tmp_path / "out"), 60.0)
+  assert "no multiple of the tile's 128" in row.error and not row.cycles
+  assert importlib.util.find_spec("libtpu")

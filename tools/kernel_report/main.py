@@ -1,0 +1,63 @@
+"""Profiles Pallas kernels without a TPU: static cycles against the floor of their shapes.
+
+bazel run //tools:kernel_report -- --cases=megablox --json=kernels.json --plot=kernels.png
+
+Each kernel is compiled in a process of its own.  Cycles are the compiler's static schedule with
+every grid step simulated; HBM bandwidth is not in them, so a kernel takes at least
+max(cycles / clock, bytes / HBM rate).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+
+from kernels.base import cli, options
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelReportOptions:
+  """Which kernels, and what to write."""
+
+  cases: tuple[str, ...] = options.option(
+    (), help="Words of case names, such as megablox or forward; empty: all cases."
+  )
+  list: bool = options.option(False, help="Print the names of the cases and stop.")
+  time_limit: float = options.option(600.0, help="Seconds for each compile.", minimum=1.0)
+  json: str | None = options.option(None, help="File to write rows to as JSON.")
+  markdown: str | None = options.option(None, help="File to write the table to as Markdown.")
+  plot: str | None = options.option(None, help="PNG file to write the chart to.")
+
+
+def run(settings: options.Settings) -> int:
+  """Profiles, prints and writes."""
+  from tools.kernel_report import cases, report
+
+  os.chdir(os.environ.get("BUILD_WORKING_DIRECTORY", "."))
+  chosen = [c for c in cases.CASES if all(w in c.name for w in settings.cases)]
+  if not chosen:
+    raise options.UserError(
+      f"no case has {' and '.join(settings.cases)} in its name; --list names them"
+    )
+  if settings.list:
+    print("\n".join(c.name for c in chosen))
+    return 0
+  rows = []
+  with tempfile.TemporaryDirectory() as scratch:
+    for number, case in enumerate(chosen):
+      row = report.profile_case(case, f"{scratch}/{number}", settings.time_limit)
+      print(report.line(row), flush=True)
+      rows.append(row)
+  report.show(rows)
+  if settings.json:
+    report.write_json(rows, settings.json)
+  if settings.markdown:
+    report.write_markdown(rows, settings.markdown)
+  if settings.plot:
+    report.plot(rows, settings.plot)
+  return 1 if all(row.error for row in rows) else 0
+
+
+if __name__ == "__main__":
+  cli.main(run, components=[KernelReportOptions], description=__doc__)

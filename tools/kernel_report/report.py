@@ -1,0 +1,206 @@
+"""Profiles cases one process each, and shows their rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tools.aot import compiler, timeline
+from tools.kernel_report import profile
+from tools.kernel_report.cases import KernelCase
+from tools.roofline.machine import TPU7X
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+  """One profiled case.
+
+  Attributes:
+    name: The case's name.
+    part: Which part of a layer's work it is.
+    gflop: GFLOP of the case.
+    mib: Least MiB across HBM.
+    cycles: Static cycles.
+    floor_us: max(FLOPs / peak, bytes / HBM rate), microseconds.
+    static_us: Cycles over the clock, microseconds.
+    ratio: max(static_us, bytes / HBM rate) over the floor.
+    peak: Part of the products' peak that the schedule reaches.
+    vmem_mib: Scoped VMEM.
+    spills: Registers spilled.
+    bundles: VLIW bundles of code.
+    compile_s: Seconds of the compile.
+    error: Why there is no profile, or an empty string.
+  """
+
+  name: str
+  part: str
+  gflop: float
+  mib: float
+  cycles: int = 0
+  floor_us: float = 0.0
+  static_us: float = 0.0
+  ratio: float = 0.0
+  peak: float = 0.0
+  vmem_mib: float = 0.0
+  spills: int = 0
+  bundles: int = 0
+  compile_s: float = 0.0
+  error: str = ""
+
+
+def floor_seconds(case: KernelCase) -> float:
+  """Least seconds of a case on one device."""
+  rates = timeline.Rates.of(TPU7X)
+  return max(case.flops / rates.flops[case.dtype], case.bytes / rates.hbm)
+
+
+def make_row(case: KernelCase, found: profile.Profile, compile_seconds: float) -> Row:
+  """The row of a case from its profile."""
+  rates = timeline.Rates.of(TPU7X)
+  static = found.cycles / timeline.CLOCK_HZ
+  floor = floor_seconds(case)
+  return Row(
+    name=case.name,
+    part=case.part,
+    gflop=case.flops / 1e9,
+    mib=case.bytes / 2**20,
+    cycles=found.cycles,
+    floor_us=floor * 1e6,
+    static_us=static * 1e6,
+    ratio=max(static, case.bytes / rates.hbm) / floor,
+    peak=case.flops / rates.flops[case.dtype] / static if static else 0.0,
+    vmem_mib=found.vmem_bytes / 2**20,
+    spills=found.spills,
+    bundles=found.bundles,
+    compile_s=compile_seconds,
+  )
+
+
+def profile_case(case: KernelCase, directory: str, time_limit: float) -> Row:
+  """Compiles a case in a process of its own and reads its profile.
+
+  What the compiler wrote is removed again: it is tens of MB a kernel.
+
+  Raises:
+    compiler.LibtpuMissingError: The compiler is not installed.
+  """
+  out = pathlib.Path(directory)
+  profiles, schedules = out.with_suffix(".profiles"), out.with_suffix(".schedules")
+  request = compiler.Request(
+    builder=case.builder,
+    arguments=case.arguments,
+    directory=directory,
+    full=True,
+    time_limit=time_limit,
+    init_args=(
+      f"--xla_jf_dump_static_llo_profile_to={profiles} --xla_jf_dump_to={schedules}"
+      " --xla_jf_dump_llo_text=true"
+    ),
+  )
+  try:
+    result = compiler.compile_program(request)
+    cycles = profile.read_cycles(profiles)
+    found = profile.read(result.hlo.read_text(), case.kernel, cycles, schedules)
+    seconds = result.stages["compiled"] - result.stages["lowered"]
+    return make_row(case, found, seconds)
+  except compiler.LibtpuMissingError:
+    raise
+  except (compiler.CompileError, profile.NoProfileError) as error:
+    return Row(
+      name=case.name,
+      part=case.part,
+      gflop=case.flops / 1e9,
+      mib=case.bytes / 2**20,
+      floor_us=floor_seconds(case) * 1e6,
+      error=str(error),
+    )
+  finally:
+    for folder in (out, profiles, schedules):
+      shutil.rmtree(folder, ignore_errors=True)
+
+
+HEADINGS = (
+  *("kernel", "GFLOP", "MiB", "static cycles", "floor us", "static us", "ratio", "of peak"),
+  *("VMEM MiB", "spills", "bundles", "compile s"),
+)
+
+
+def cells(row: Row) -> list[str]:
+  """A row's cells, in the order of `HEADINGS`."""
+  sizes = [row.name, f"{row.gflop:.1f}", f"{row.mib:.1f}"]
+  if row.error:
+    reason = row.error.splitlines()[0][:90]
+    return [*sizes, f"none: {reason}", f"{row.floor_us:.0f}", *[""] * 7]
+  return [
+    *sizes,
+    *(f"{row.cycles:,}", f"{row.floor_us:.0f}", f"{row.static_us:.0f}", f"{row.ratio:.2f}"),
+    *(f"{row.peak:.0%}", f"{row.vmem_mib:.1f}", str(row.spills), f"{row.bundles:,}"),
+    f"{row.compile_s:.0f}",
+  ]
+
+
+def line(row: Row) -> str:
+  """One line of progress."""
+  return f"{row.name}: {row.error or f'{row.cycles:,} cycles, {row.ratio:.2f} x the floor'}"
+
+
+def show(rows: Sequence[Row], console: Console | None = None) -> None:
+  """Prints the table."""
+  console = console or Console()
+  if not console.is_terminal:
+    console.width = 200
+  table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+  for heading in HEADINGS:
+    table.add_column(heading, justify="left" if heading == "kernel" else "right")
+  for row in rows:
+    table.add_row(*cells(row))
+  console.print(table)
+
+
+def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+  """Rows as plain data."""
+  return [dataclasses.asdict(row) for row in rows]
+
+
+def write_json(rows: Sequence[Row], path: str) -> None:
+  """Writes rows as JSON."""
+  pathlib.Path(path).write_text(json.dumps(to_json(rows), indent=1) + "\n")
+
+
+def markdown(rows: Sequence[Row]) -> str:
+  """The table in Markdown, with the part of the work each case is."""
+  headings = [*HEADINGS, "part"]
+  lines = ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
+  lines += ["| " + " | ".join([*cells(row), row.part]) + " |" for row in rows]
+  return "\n".join(lines) + "\n"
+
+
+def write_markdown(rows: Sequence[Row], path: str) -> None:
+  """Writes the table as Markdown."""
+  pathlib.Path(path).write_text(markdown(rows))
+
+
+def plot(rows: Sequence[Row], path: str) -> None:
+  """Writes a bar chart: static time over the floor."""
+  import matplotlib
+
+  matplotlib.use("Agg")
+  from matplotlib import pyplot as plt
+
+  live = [row for row in rows if not row.error]
+  figure, axes = plt.subplots(figsize=(10, 1 + 0.35 * max(len(live), 1)), layout="constrained")
+  bars = axes.barh([row.name for row in live], [row.ratio for row in live])
+  axes.bar_label(bars, labels=[f"{row.ratio:.2f}" for row in live], padding=3)
+  axes.axvline(1.0, color="black", linestyle="--", linewidth=1)
+  axes.set_xlabel("least time of the kernel / floor of its shapes")
+  axes.invert_yaxis()
+  figure.savefig(path, dpi=110)
+  plt.close(figure)
