@@ -14,7 +14,7 @@ GRID = machine.Grid({"fsdp": 32, "context": 4, "expert": 2}, machine.TPU7X)
 
 
 def compile_program(tmp_path, builder, **changes):
-  values = {"builder": builder, "directory": str(tmp_path / "out"), "time_limit": 60.0}
+  values = {"builder": builder, "directory": str(tmp_path / "out"), "time_limit": 240.0}
   return compiler.compile_program(compiler.Request(**(values | changes)))
 
 

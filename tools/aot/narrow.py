@@ -19,7 +19,7 @@ def compile_report(directory: str, **arguments: Any) -> report.Report:
       builder="tools.aot.programs:sharded_product",
       arguments=arguments,
       directory=directory,
-      time_limit=120.0,
+      time_limit=300.0,
     )
   )
   return of_result(result, GRID, "narrow")
