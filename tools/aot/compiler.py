@@ -64,6 +64,10 @@ class CompileTimeoutError(CompileError):
   """The time limit passed."""
 
 
+class CompileMemoryError(CompileError):
+  """The compiling process took more memory than it may."""
+
+
 class ProgramError(CompileError):
   """Python raised while the program was built, or the compiler refused it."""
 
@@ -79,6 +83,7 @@ class Request:
     full: Go through code generation, to a text with estimated cycles.
     serialize: Write the executable to `executable.pickle`; needs `full`.
     time_limit: Seconds until the child is killed.
+    memory_limit: Bytes of memory at which the child is killed.
     init_args: Value of LIBTPU_INIT_ARGS.
     xla_flags: Flags added to XLA_FLAGS beside those of the dump.
     python_path: Import path of the child; this process's by default.
@@ -90,6 +95,7 @@ class Request:
   full: bool = False
   serialize: bool = False
   time_limit: float = 300.0
+  memory_limit: float = 16 * 2**30
   init_args: str = ""
   xla_flags: str = ""
   python_path: Sequence[str] | None = None
@@ -217,6 +223,7 @@ def compile_program(request: Request) -> Result:
     LibtpuMissingError: The compiler is not installed.
     CompilerAbortedError: The compiler ended the process.
     CompileTimeoutError: `time_limit` passed.
+    CompileMemoryError: `memory_limit` passed.
     ProgramError: The builder raised, or the compiler refused the program.
   """
   path = list(sys.path if request.python_path is None else request.python_path)
@@ -257,6 +264,11 @@ def compile_program(request: Request) -> Result:
     raise CompileTimeoutError(
       f"no program after the time limit of {request.time_limit:g} s (last stage: {where});"
       f" give a longer one, or read {out / 'output.log'}"
+    )
+  if ended == "memory":
+    raise CompileMemoryError(
+      f"the compiling process took more than {request.memory_limit / 2**30:.1f} GiB of memory and"
+      " was ended; give a smaller program, or a higher limit"
     )
   files = find_dump(dump)
   error = stages.get("error")
@@ -299,7 +311,7 @@ def compile_program(request: Request) -> Result:
 def _wait(
   child: subprocess.Popen, request: Request, dump: pathlib.Path, start: float
 ) -> tuple[str, int]:
-  """Waits for the child, the dump or the clock; returns what came first and the child's memory."""
+  """Waits for the child, the dump, memory or the clock; returns what came first and the child's memory."""
   before: tuple[int, ...] = ()
   peak = 0
   while True:
@@ -307,6 +319,8 @@ def _wait(
     if status is not None:
       return ("signal" if status < 0 else "exit"), peak
     peak = max(peak, _resident(child.pid))
+    if peak > request.memory_limit:
+      return "memory", peak
     if time.monotonic() - start > request.time_limit:
       return "timeout", peak
     if not request.full and (files := find_dump(dump)):

@@ -127,6 +127,11 @@ def test_time_limit_ends_the_whole_process_group(tmp_path):
   assert gone
 
 
+def test_memory_without_end_is_ended(tmp_path):
+  with pytest.raises(compiler.CompileMemoryError, match="more than 0.5 GiB"):
+    compile_program(tmp_path, "tools.aot.faults:swell", memory_limit=0.5 * 2**30)
+
+
 def test_a_mistake_in_the_program_is_named(tmp_path):
   with pytest.raises(compiler.ProgramError, match="(?s)faults:mistake.*planted: axis of 7"):
     compile_program(tmp_path, "tools.aot.faults:mistake")

@@ -25,6 +25,14 @@ def hang(*, pid_file: str) -> None:
   time.sleep(3600)
 
 
+def swell() -> None:
+  """Takes memory without end."""
+  held = []
+  while True:
+    held.append(bytearray(os.urandom(1)) * (64 * 2**20))
+    time.sleep(0.02)
+
+
 def mistake() -> None:
   """Raises while the program is built."""
   raise ValueError("planted: axis of 7 does not divide")

@@ -101,10 +101,9 @@ def test_cases_are_well_formed():
     text = open(module.replace(".", "/") + ".py").read()
     assert f"def {function}(" in text, each.builder
     assert each.flops > 0 and each.bytes > 0
-  # The six grouped products of a layer: 6 x 2 x d x inner FLOPs a row.
-  rows = 4 * cases.EXPERT_ROWS
-  total = sum(c.flops for c in cases.CASES if c.name.startswith("megablox"))
-  assert total == 3 * (2 * rows * 3 * cases.D * cases.EXPERT_DIM)
+  # The six grouped products of a layer: three of gate and up, three of half that width.
+  flops = {c.name: c.flops / c.arguments["expert_rows"] for c in cases.CASES if "wi " in c.name}
+  assert set(flops.values()) == {2.0 * cases.D * 2 * cases.EXPERT_DIM} and len(flops) == 6
 
 
 def test_table_json_and_chart(tmp_path):

@@ -1,7 +1,6 @@
 """The chip, the slice and the mesh, as far as an analytic cost model needs them.
 
-A mesh is written fsdp x expert x context; its device order is (fsdp, context, expert), so that the
-innermost axes fall on the devices of one chip first and need no wire for that part.
+The innermost axes of a mesh fall on the devices of one chip first and need no wire for that part.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ import dataclasses
 import functools
 import math
 
-AXES = ("fsdp", "expert", "context")  # order of the mesh string
-DEVICE_ORDER = ("fsdp", "context", "expert")  # outermost first
+from kernels.base.mesh import MeshShape
+
 _TORUS_LINKS = 6  # three dimensions, two directions each
 
 
@@ -135,33 +134,8 @@ class Grid:
     return streams * (self.chip_extent[axis] - 1) * inside * bytes_per_device
 
 
-@dataclasses.dataclass(frozen=True)
-class Mesh:
-  """Devices along fsdp, expert and context."""
-
-  fsdp: int
-  expert: int
-  context: int
-
-  @classmethod
-  def parse(cls, text: str) -> Mesh:
-    """Reads "fsdp x expert x context", such as 32x2x4.
-
-    Raises:
-      ValueError: The text is not three positive integers joined by x.
-    """
-    parts = text.split("x")
-    if len(parts) != 3 or not all(p.isdecimal() and int(p) > 0 for p in parts):
-      raise ValueError(f"mesh {text!r}: want fsdp x expert x context, such as 32x2x4")
-    return cls(*map(int, parts))
-
-  def __str__(self) -> str:
-    return f"{self.fsdp}x{self.expert}x{self.context}"
-
-  @property
-  def devices(self) -> int:
-    """Number of devices."""
-    return self.fsdp * self.expert * self.context
+class Mesh(MeshShape):
+  """A mesh's shape on chips."""
 
   def chips(self, chip: Chip) -> int:
     """Number of chips; one for a slice smaller than a chip."""
@@ -169,4 +143,4 @@ class Mesh:
 
   def grid(self, chip: Chip) -> Grid:
     """The mesh as named axes in device order."""
-    return Grid({axis: getattr(self, axis) for axis in DEVICE_ORDER}, chip)
+    return Grid(self.in_device_order, chip)

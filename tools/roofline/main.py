@@ -9,18 +9,9 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from kernels.base import cli, options, refusals
+from kernels.base import cli, mesh, options, refusals
 from model import config as model_config
 from tools.roofline import machine, roofline
-
-
-def _mesh_fault(text: str) -> str | None:
-  try:
-    machine.Mesh.parse(text)
-  except ValueError as error:
-    return str(error)
-  return None
-
 
 _PRESETS = {name.lower(): name for name in model_config.PRESETS}
 
@@ -39,7 +30,7 @@ class RooflineOptions:
   model_config: str | None = options.option(
     None, help="A Hugging Face config.json instead of a preset."
   )
-  mesh: str = options.option("32x2x4", help="Devices: fsdp x expert x context.", check=_mesh_fault)
+  mesh: str = options.option("32x2x4", help="Devices: fsdp x expert x context.", check=mesh.fault)
   chip: str = options.option("tpu7x", help="Chip.", choices=tuple(machine.CHIPS))
   rows: int | None = options.option(
     None, help="Packed rows of a micro-batch; empty: one per fsdp x expert shard.", minimum=1
@@ -116,7 +107,7 @@ def workload(settings: options.Settings) -> roofline.Workload:
     config = model_config.ModelConfig.from_file(settings.model_config)
   else:
     config = model_config.preset(_PRESETS[settings.model_preset.lower()])
-  mesh = machine.Mesh.parse(settings.mesh)
+  shape = machine.Mesh.parse(settings.mesh)
   length = settings.effective_length
   if settings.segment_lengths:
     if max(settings.segment_lengths) > settings.row_tokens:
@@ -128,9 +119,9 @@ def workload(settings: options.Settings) -> roofline.Workload:
   try:
     return roofline.Workload(
       dims=roofline.ModelDims.from_config(config),
-      mesh=mesh,
+      mesh=shape,
       chip=machine.CHIPS[settings.chip],
-      rows=settings.rows or mesh.fsdp * mesh.expert,
+      rows=settings.rows or shape.fsdp * shape.expert,
       row_tokens=settings.row_tokens,
       micro_batches=settings.micro_batches,
       effective_length=length,

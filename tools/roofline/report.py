@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tools.roofline.machine import AXES
+from kernels.base.mesh import AXES
 from tools.roofline.roofline import Component, Roofline
 
 

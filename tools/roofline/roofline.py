@@ -24,8 +24,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from kernels.base.mesh import AXES
 from tools.roofline.dims import ModelDims
-from tools.roofline.machine import AXES, TPU7X, Chip, Grid, Mesh
+from tools.roofline.machine import TPU7X, Chip, Grid, Mesh
 
 BYTES = {"bf16": 2, "fp8": 1, "f32": 4}
 MASTER_BYTES = {"f32": 12.0, "residual16": 10.125}  # master and both moments
