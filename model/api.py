@@ -222,6 +222,8 @@ def forward(
     ValueError: The inputs' shapes do not agree, or routing is given to a dense model.
   """
   tokens, segment_ids, positions = inputs.tokens, inputs.segment_ids, inputs.positions
+  if segment_ids is None or positions is None:
+    raise ValueError("segment_ids and positions are needed: packed rows leak without them")
   if not tokens.shape == segment_ids.shape == positions.shape or tokens.ndim != 2:
     raise ValueError(
       f"want tokens, segment_ids, positions of one shape [B, S], got {tokens.shape}, "
@@ -270,19 +272,34 @@ def prefill(
     without one), the cache, and the experts used (-1 on padding; None for a dense model).
 
   Raises:
-    ValueError: More tokens than a slot can hold, or another number of rows than slots.
+    ValueError: More tokens than a slot can hold, another number of rows than slots, or a row
+      that is no single segment (inside a compiled call its hidden state is NaN instead).
   """
   batch, length = inputs.tokens.shape
   if length > cache.max_length:
     raise ValueError(f"{length} tokens do not fit slots of {cache.max_length}")
   if batch != cache.lengths.shape[0]:
     raise ValueError(f"{batch} rows for a cache of {cache.lengths.shape[0]} slots")
+  wrong = _not_one_segment(inputs.segment_ids)
+  if not isinstance(wrong, jax.core.Tracer) and wrong.any():
+    raise ValueError("prefill continues one segment a row: real tokens first, then padding")
   real = (inputs.segment_ids > 0).astype(jnp.int32)
   hidden, cache, outputs = _extend(
     config, options, params, inputs.tokens, real, cache, inputs.routed_experts
   )
   last = jnp.maximum(jnp.sum(real, axis=1) - 1, 0)
-  return hidden[jnp.arange(batch), last], cache, _routed(config, outputs)
+  hidden = hidden[jnp.arange(batch), last]
+  # A traced call cannot raise; what is refused is made impossible to overlook.
+  hidden = jnp.where(wrong[:, None], jnp.nan, hidden)
+  return hidden, cache, _routed(config, outputs)
+
+
+def _not_one_segment(segment_ids: Int[Array, "B S"]) -> Bool[Array, " B"]:
+  """Rows that hold two segments, or real tokens after padding."""
+  first = segment_ids[:, :1]
+  return jnp.any((segment_ids != first) & (segment_ids != 0), axis=1) | jnp.any(
+    (segment_ids[:, 1:] != 0) & (segment_ids[:, :-1] == 0), axis=1
+  )
 
 
 def decode_step(

@@ -68,9 +68,11 @@ def chunked_gated_delta_rule(
   owner = reference.owner_segments(segment_ids, initial_segment)
   g = jnp.where(real[..., None], g.astype(jnp.float32), 0.0)
   beta = jnp.where(real[..., None], beta.astype(jnp.float32), 0.0)
-  q = reference.l2_normalize(q) * dk**-0.5
-  k = reference.l2_normalize(k)
-  v = v.astype(jnp.float32)
+  # What lies in padding is not read: zero times it could still be NaN.
+  tokens = real[..., None, None]
+  q = reference.l2_normalize(jnp.where(tokens, q, 0)) * dk**-0.5
+  k = reference.l2_normalize(jnp.where(tokens, k, 0))
+  v = jnp.where(tokens, v, 0).astype(jnp.float32)
 
   def per_head(x, *heads_shape):
     """[B, S, heads, ...] -> [N, B, heads..., C, ...]: the scan's axis first, tokens inside."""
@@ -119,5 +121,5 @@ def chunked_gated_delta_rule(
   state = initial_state.astype(jnp.float32).reshape(batch, nk, heads, dk, dv)
   state, out = lax.scan(step, state, (u0, w, p, q_in, k_out, whole))
   out = out.transpose(1, 0, 4, 2, 3, 5).reshape(batch, chunks * chunk, nv, dv)[:, :length]
-  out = jnp.where(real[..., None, None], out, 0.0)
+  out = jnp.where(tokens, out, 0.0)
   return out.astype(dtype), state.reshape(batch, nv, dk, dv)

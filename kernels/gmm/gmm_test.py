@@ -1,0 +1,101 @@
+"""Grouped products against a loop over groups."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels.gmm import gmm, reference, tiled
+
+_ROWS = 150
+# Rows beyond the sum belong to nobody.
+_SIZES = {
+  "some empty": [8, 0, 8, 0],
+  "unequal": [3, 70, 1, 9],
+  "all empty": [0, 0, 0, 0],
+  "one group": [0, 0, 100, 0],
+  "large": [0, 5, 130, 0],
+  "no tail": [65, 64, 1, 20],
+}
+
+
+def _rel(got, want):
+  return np.linalg.norm(np.asarray(got, np.float64) - want) / max(np.linalg.norm(want), 1e-30)
+
+
+def _case(name, k=6, n=10):
+  sizes = np.array(_SIZES[name], np.int32)
+  rows = _ROWS
+  rng = np.random.default_rng(len(name))
+  draw = lambda *s: rng.normal(size=s).astype(np.float32)
+  lhs, rhs, grad = draw(rows, k), draw(len(sizes), k, n), draw(rows, n)
+  ends = np.cumsum(sizes)
+  out, d_lhs = np.zeros((rows, n)), np.zeros((rows, k))
+  d_rhs = np.zeros(rhs.shape)
+  for i, (start, end) in enumerate(zip(ends - sizes, ends)):
+    out[start:end] = lhs[start:end].astype(np.float64) @ rhs[i]
+    d_lhs[start:end] = grad[start:end].astype(np.float64) @ rhs[i].T
+    d_rhs[i] = lhs[start:end].T.astype(np.float64) @ grad[start:end]
+  # What no group owns must not matter.
+  lhs[ends[-1] :] = np.nan
+  grad[ends[-1] :] = np.nan
+  return lhs, rhs, sizes, grad, out, d_lhs, d_rhs
+
+
+@jax.jit
+def _value_and_pull(lhs, rhs, sizes, grad):
+  out, pull = jax.vjp(lambda a, b: gmm.grouped_matmul(a, b, sizes), lhs, rhs)
+  return out, *pull(grad)
+
+
+_FORMS = {m.__name__: (jax.jit(m.gmm), jax.jit(m.tgmm)) for m in (reference, tiled)}
+
+
+@pytest.mark.parametrize("name", list(_SIZES))
+def test_public_op(name):
+  lhs, rhs, sizes, grad, out, d_lhs, d_rhs = _case(name)
+  got, got_lhs, got_rhs = _value_and_pull(lhs, rhs, sizes, grad)
+  assert _rel(got, out) <= 1e-6 and _rel(got_lhs, d_lhs) <= 1e-6 and _rel(got_rhs, d_rhs) <= 1e-6
+  owned = sizes.sum()
+  np.testing.assert_array_equal(got[owned:], 0)
+  np.testing.assert_array_equal(got_lhs[owned:], 0)
+  np.testing.assert_array_equal(got_rhs[sizes == 0], 0)
+
+
+@pytest.mark.parametrize("form", list(_FORMS))
+@pytest.mark.parametrize("name", list(_SIZES))
+def test_each_form(form, name):
+  lhs, rhs, sizes, grad, out, _, d_rhs = _case(name)
+  product, transposed = _FORMS[form]
+  got, got_rhs = product(lhs, rhs, sizes), transposed(lhs, grad, sizes)
+  assert _rel(got, out) <= 1e-6 and _rel(got_rhs, d_rhs) <= 1e-6
+  np.testing.assert_array_equal(got[sizes.sum() :], 0)
+  np.testing.assert_array_equal(got_rhs[sizes == 0], 0)
+
+
+def test_bfloat16_sums_are_float32():
+  lhs, rhs, sizes, grad, *_ = _case("unequal", k=300)
+  lhs, rhs, grad = (jnp.asarray(a, jnp.bfloat16) for a in (lhs, rhs, grad))
+  wide = [np.nan_to_num(np.asarray(a, np.float32)) for a in (lhs, rhs, grad)]
+  wants = _value_and_pull(wide[0], wide[1], sizes, wide[2])
+  for got, want in zip(_value_and_pull(lhs, rhs, sizes, grad), wants):
+    assert got.dtype == jnp.bfloat16
+    assert _rel(got, np.asarray(want, np.float64)) <= 2e-3
+
+
+def test_other_platforms_get_the_ragged_product():
+  args = (
+    jax.ShapeDtypeStruct((64, 8), jnp.float32),
+    jax.ShapeDtypeStruct((4, 8, 16), jnp.float32),
+    jax.ShapeDtypeStruct((4,), jnp.int32),
+  )
+  traced = jax.jit(gmm.grouped_matmul).trace(*args)
+  assert "ragged_dot" in traced.lower(lowering_platforms=("tpu",)).as_text()
+  assert "ragged_dot" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+
+
+def test_refusals():
+  with pytest.raises(ValueError, match=r"\[M, K\]"):
+    gmm.grouped_matmul(jnp.ones((4, 3)), jnp.ones((2, 5, 6)), jnp.array([2, 2]))
+  with pytest.raises(ValueError, match="2 groups"):
+    gmm.grouped_matmul(jnp.ones((4, 3)), jnp.ones((2, 3, 6)), jnp.array([2, 2, 0]))
