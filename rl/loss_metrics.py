@@ -69,5 +69,5 @@ def mismatch(
     "approx_entropy": step_metrics.masked(-weight * logprobs, mask),
     "sampler_logprob_gap_mean": step_metrics.masked(gap, mask),
     "sampler_logprob_gap_max": Metric(jnp.max(jnp.where(mask > 0, gap, 0.0)), step_metrics.MAX),
-    **step_metrics.pearson("sampler_logprob_correlation", logprobs, sampler, mask),
+    "sampler_logprob_correlation": step_metrics.correlation(logprobs, sampler, mask),
   }

@@ -444,3 +444,22 @@ def test_metrics_do_not_depend_on_the_split_into_micro_batches():
   split = step_metrics.finalise(merged, denominators)
   for name, value in whole.items():
     assert float(split[name]) == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def test_correlation_survives_merging_and_hardly_varying_values():
+  rng = np.random.default_rng(0)
+  x = -4.5 + 1e-3 * rng.standard_normal((6, 40))
+  y = x + 1e-3 * rng.standard_normal((6, 40))
+  mask = (rng.random((6, 40)) < 0.7).astype(np.float32)
+  mask[3] = 0
+  x32, y32 = x.astype(np.float32), y.astype(np.float32)
+  parts = [
+    step_metrics.correlation(*(jnp.asarray(a[i]) for a in (x32, y32, mask))) for i in range(6)
+  ]
+  merged = {"c": parts[0]}
+  for part in parts[1:]:
+    merged = step_metrics.merge(merged, {"c": part})
+  nothing = step_metrics.Denominators(jnp.float32(0), jnp.float32(0))
+  on = mask > 0
+  want = np.corrcoef(x32[on].astype(np.float64), y32[on].astype(np.float64))[0, 1]
+  assert float(step_metrics.finalise(merged, nothing)["c"]) == pytest.approx(want, rel=1e-4)

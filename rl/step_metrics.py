@@ -19,8 +19,7 @@ SEQUENCES = "sequences"  # divided by the step's valid sequences
 SUM = "sum"
 MIN = "min"
 MAX = "max"
-
-_PEARSON = "_pearson/"
+CORRELATION = "correlation"  # value is [count, mean x, mean y, S_xx, S_yy, S_xy], centred
 
 
 class Denominators(NamedTuple):
@@ -45,8 +44,8 @@ class Metric:
   """A value that can be merged with those of other micro-batches.
 
   Attributes:
-    value: float32 scalar: a sum, or an extreme.
-    normalizer: TOKENS, SEQUENCES, SUM, MIN or MAX; static.
+    value: float32 scalar: a sum, or an extreme; moments for CORRELATION.
+    normalizer: TOKENS, SEQUENCES, SUM, MIN, MAX or CORRELATION; static.
   """
 
   value: Float[Array, ""]
@@ -66,10 +65,31 @@ def extremes(name: str, values, mask) -> dict[str, Metric]:
   }
 
 
-def pearson(name: str, x, y, mask) -> dict[str, Metric]:
-  """Moments from which `finalise` makes the correlation coefficient `name` of x and y."""
-  moments = {"x": x, "y": y, "xx": x * x, "yy": y * y, "xy": x * y, "n": jnp.ones_like(x)}
-  return {f"{_PEARSON}{name}/{key}": masked(value, mask, SUM) for key, value in moments.items()}
+def correlation(x, y, mask) -> Metric:
+  """Pearson's correlation coefficient of x and y where the mask is.
+
+  Moments are about the micro-batch's own means: sums of squares of log-probs that hardly vary would
+  lose the variance in float32.
+  """
+  count = jnp.sum(mask)
+  mean = lambda v: jnp.sum(jnp.where(mask > 0, v, 0.0)) / jnp.maximum(count, 1.0)
+  mean_x, mean_y = mean(x), mean(y)
+  dx, dy = jnp.where(mask > 0, x - mean_x, 0.0), jnp.where(mask > 0, y - mean_y, 0.0)
+  moments = (count, mean_x, mean_y, jnp.sum(dx * dx), jnp.sum(dy * dy), jnp.sum(dx * dy))
+  return Metric(jnp.stack(moments), CORRELATION)
+
+
+def _merge_moments(a: Float[Array, " 6"], b: Float[Array, " 6"]) -> Float[Array, " 6"]:
+  """Moments of two sets together (Chan, Golub and LeVeque 1979)."""
+  count = a[0] + b[0]
+  share = b[0] / jnp.maximum(count, 1.0)
+  dx, dy = b[1] - a[1], b[2] - a[2]
+  between = a[0] * share * jnp.stack([dx * dx, dy * dy, dx * dy])
+  means = a[1:3] + share * (b[1:3] - a[1:3])
+  return jnp.concatenate([count[None], means, a[3:] + b[3:] + between])
+
+
+_JOIN = {MIN: jnp.minimum, MAX: jnp.maximum, CORRELATION: _merge_moments}
 
 
 def merge(a: dict[str, Metric], b: dict[str, Metric]) -> dict[str, Metric]:
@@ -82,7 +102,7 @@ def merge(a: dict[str, Metric], b: dict[str, Metric]) -> dict[str, Metric]:
     raise ValueError(f"metrics differ: {sorted(a.keys() ^ b.keys())}")
   merged = {}
   for name, one in a.items():
-    join = {MIN: jnp.minimum, MAX: jnp.maximum}.get(one.normalizer, jnp.add)
+    join = _JOIN.get(one.normalizer, jnp.add)
     merged[name] = Metric(join(one.value, b[name].value), one.normalizer)
   return merged
 
@@ -90,24 +110,16 @@ def merge(a: dict[str, Metric], b: dict[str, Metric]) -> dict[str, Metric]:
 def finalise(metrics: dict[str, Metric], denominators: Denominators) -> dict[str, Float[Array, ""]]:
   """The step's values.  A step without valid tokens has zeros, never infinities."""
   found = {}
-  moments: dict[str, dict[str, Array]] = {}
   for name, one in metrics.items():
-    if name.startswith(_PEARSON):
-      _, stem, key = name.split("/")
-      moments.setdefault(stem, {})[key] = one.value
-    elif one.normalizer in (TOKENS, SEQUENCES):
+    if one.normalizer in (TOKENS, SEQUENCES):
       found[name] = one.value / denominators.of(one.normalizer)
     elif one.normalizer in (MIN, MAX):
       found[name] = jnp.where(jnp.isinf(one.value), 0.0, one.value)
+    elif one.normalizer == CORRELATION:
+      _, _, _, s_xx, s_yy, s_xy = one.value
+      # Equal values have no correlation.
+      spread = jnp.sqrt(s_xx) * jnp.sqrt(s_yy)
+      found[name] = jnp.where(spread > 0, s_xy / jnp.maximum(spread, 1e-30), 0.0)
     else:
       found[name] = one.value
-  for stem, m in moments.items():
-    count = jnp.maximum(m["n"], 1.0)
-    x, y = m["x"] / count, m["y"] / count
-    covariance = m["xy"] / count - x * y
-    variances = (m["xx"] / count - x * x) * (m["yy"] / count - y * y)
-    # Equal values have no correlation; rounding may leave their variance a little below 0.
-    found[stem] = jnp.where(
-      variances > 0, covariance / jnp.sqrt(jnp.maximum(variances, 1e-30)), 0.0
-    )
   return found

@@ -35,6 +35,17 @@ CONFIG = ModelConfig(
   mrope_section=(2, 1, 1),
   initializer_range=0.1,
 )
+# Attention alone, dense: what the tests use that are about neither, since it compiles fast.
+PLAIN = dataclasses.replace(
+  CONFIG,
+  full_attention_interval=1,
+  num_hidden_layers=1,
+  num_experts=0,
+  num_experts_per_tok=0,
+  moe_intermediate_size=0,
+  shared_expert_intermediate_size=0,
+  intermediate_size=32,
+)
 MODEL = ModelOptions(dtype="float32", remat_policy="none", gdn_chunk_size=16)
 PPO = LossOptions(
   force_on_policy_ratio=False,
@@ -48,19 +59,17 @@ ROW = 48
 
 
 @functools.cache
-def _params():
-  return api.init_params(CONFIG, MODEL, jax.random.key(0))
+def _params(config=PLAIN):
+  return api.init_params(config, MODEL, jax.random.key(0))
 
 
 @functools.cache
-def _programs(loss=PPO, model=MODEL, optimizer_options=OPTIMIZER):
-  return train_step.compile_programs(
-    train_step.make_functions(CONFIG, model, loss, optimizer_options)
-  )
+def _programs(loss=PPO, model=MODEL, config=PLAIN):
+  return train_step.compile_programs(train_step.make_functions(config, model, loss, OPTIMIZER))
 
 
-def _state(options=OPTIMIZER, **kwargs):
-  return optimizer.init_state(jax.tree.map(jnp.copy, _params()), options, **kwargs)
+def _state(config=PLAIN, **kwargs):
+  return optimizer.init_state(jax.tree.map(jnp.copy, _params(config)), OPTIMIZER, **kwargs)
 
 
 def _trajectories(count=9, seed=0, **kwargs):
@@ -95,8 +104,8 @@ def _batches(trajectories, *, rows, packed, order=None, seed=1, **kwargs):
   return [b._replace(reference_logprobs=b.sampler_logprobs - 0.1 * b.loss_mask) for b in made], plan
 
 
-def _accumulate(programs, batches):
-  weights = _params()
+def _accumulate(programs, batches, config=PLAIN):
+  weights = _params(config)
   accumulators = programs.first_micro_batch(weights, batches[0])
   for batch in batches[1:]:
     accumulators = programs.accumulate(weights, accumulators, batch)
@@ -120,7 +129,7 @@ def _one_micro_batch():
   """Everything unpacked in one micro-batch of nine rows: what all partitions must equal."""
   batches, plan = _batches(_trajectories(), rows=9, packed=False)
   assert len(batches) == 1 and len(plan.micro_batches[0]) == 9
-  return _accumulate(_programs(), batches)
+  return _accumulate(_programs(config=CONFIG), batches, CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -129,15 +138,15 @@ def _one_micro_batch():
 )
 def test_gradients_and_metrics_do_not_depend_on_the_partition(rows, packed, count):
   want = _one_micro_batch()
-  programs = _programs()
+  programs = _programs(config=CONFIG)
   reported = lambda a: train_step.host_metrics(
-    programs.update(_state(), a, optimizer.hyper_parameters(OPTIMIZER, 0, 9))[1]
+    programs.update(_state(CONFIG), a, optimizer.hyper_parameters(OPTIMIZER, 0, 9))[1]
   )
   for seed in range(2):
     order = np.random.default_rng(seed).permutation(9)
     batches, _ = _batches(_trajectories(), rows=rows, packed=packed, order=order)
     assert count is None or len(batches) == count
-    got = _accumulate(programs, batches)
+    got = _accumulate(programs, batches, CONFIG)
     _assert_same_gradients(got.gradients, want.gradients)
     np.testing.assert_array_equal(np.asarray(got.denominators), np.asarray(want.denominators))
     metrics, right = reported(got), reported(want)
@@ -155,7 +164,7 @@ def test_partition_test_would_see_a_mean_of_means():
   parts = [programs.first_micro_batch(_params(), b) for b in batches]
   means = [jax.tree.map(lambda g, p=p: g / p.denominators.tokens, p.gradients) for p in parts]
   wrong = jax.tree.map(lambda *g: sum(g) / len(g), *means)
-  whole = _one_micro_batch()
+  whole = _accumulate(programs, batches)
   right = jax.tree.map(lambda g: g / whole.denominators.tokens, whole.gradients)
   assert _relative(wrong["lm_head"]["kernel"], right["lm_head"]["kernel"]) > 0.05
 
@@ -176,7 +185,7 @@ def test_no_label_crosses_a_segment_or_the_rows_end():
   want = np.zeros(ROW)
   for start, end in ((0, 3), (3, 5)):
     inputs = api.row_inputs(jnp.asarray(ids[None, start:end]))
-    logits = api.unembed(_params(), api.forward(CONFIG, MODEL, _params(), inputs).hidden)
+    logits = api.unembed(_params(), api.forward(PLAIN, MODEL, _params(), inputs).hidden)
     logps = jax.nn.log_softmax(logits.astype(jnp.float32))[0]
     for i in range(start + 1, end):
       want[i] = logps[i - start - 1, ids[i]]
@@ -210,7 +219,7 @@ def test_temperature_divides_logits_of_both_outputs():
   inputs = api.ModelInputs(
     tokens, jnp.asarray(batches[0].segment_ids), jnp.asarray(batches[0].positions)
   )
-  logits = api.unembed(_params(), api.forward(CONFIG, MODEL, _params(), inputs).hidden) / 0.5
+  logits = api.unembed(_params(), api.forward(PLAIN, MODEL, _params(), inputs).hidden) / 0.5
   logps = np.asarray(jax.nn.log_softmax(logits, axis=-1))[0]
   entropy = -np.sum(np.exp(logps) * logps, axis=-1)
   on = np.flatnonzero(batches[0].positions[0] > 0)
@@ -281,13 +290,13 @@ def test_routers_are_frozen_by_default_and_trained_when_asked():
   gradients = _one_micro_batch().gradients
   router = lambda tree: tree["groups"]["gdn"]["mlp"]["router"]["kernel"]
   assert router(gradients) is None
-  state = _state()
+  state = _state(CONFIG)
   assert router(state.moments[0].mu) is None
   every = dataclasses.replace(OPTIMIZER, trainable_parameters_mask=".*")
   functions = train_step.make_functions(CONFIG, MODEL, PPO, every)
   batches, _ = _batches(_trajectories(), rows=3, packed=True)
-  shapes = jax.eval_shape(functions.first_micro_batch, _params(), batches[0])
-  assert router(shapes.gradients).shape == router(_params()).shape
+  shapes = jax.eval_shape(functions.first_micro_batch, _params(CONFIG), batches[0])
+  assert router(shapes.gradients).shape == router(_params(CONFIG)).shape
 
 
 def test_recomputed_old_logprobs_make_the_ratio_one():
