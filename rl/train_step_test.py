@@ -316,10 +316,12 @@ def test_supervised_loss_goes_down_with_bfloat16_weights_and_masters():
   loss = LossOptions(loss="sft", overlong_filtering=False)
   model = dataclasses.replace(MODEL, dtype="bfloat16", weight_dtype="bfloat16")
   programs = _programs(loss, model)
-  dtypes = jax.tree.map(lambda p: p.dtype, api.abstract_params(CONFIG, model))
-  state = _state(weight_dtypes=dtypes)
-  assert state.weights["groups"]["gdn"]["gdn"]["A_log"].dtype == jnp.float32
-  assert state.masters["groups"]["gdn"]["gdn"]["A_log"] is None
+  dtypes = lambda config: jax.tree.map(lambda p: p.dtype, api.abstract_params(config, model))
+  mixed = _state(CONFIG, weight_dtypes=dtypes(CONFIG))
+  assert mixed.weights["groups"]["gdn"]["gdn"]["A_log"].dtype == jnp.float32
+  assert mixed.masters["groups"]["gdn"]["gdn"]["A_log"] is None
+  assert mixed.masters["groups"]["gdn"]["gdn"]["out_proj"]["kernel"].dtype == jnp.float32
+  state = _state(weight_dtypes=dtypes(PLAIN))
   batches, _ = _batches(_trajectories(4), rows=3, packed=True)
   seen = []
   for step in range(8):
