@@ -159,11 +159,11 @@ def unembed(params: Params, hidden: Float[Array, "... h"]) -> Float[Array, "... 
 
 
 def _embed(config, options, params, tokens):
-  return params["embed"]["embedding"].astype(jnp.dtype(options.dtype))[tokens]
+  return params["embed"]["embedding"].astype(jnp.dtype(options.activation_dtype))[tokens]
 
 
 def _context(config, options, segment_ids, positions) -> layers.Context:
-  cos, sin = layers.rotary_angles(positions, config, jnp.dtype(options.dtype))
+  cos, sin = layers.rotary_angles(positions, config, jnp.dtype(options.activation_dtype))
   return layers.Context(segment_ids, positions, cos, sin)
 
 

@@ -58,7 +58,7 @@ def init_cache(
     batch: Slots.
     max_length: Tokens a slot can hold, prompt and completion together.
   """
-  dtype = jnp.dtype(options.dtype)
+  dtype = jnp.dtype(options.activation_dtype)
   groups, per_group, tail = config.num_groups, config.gdn_per_group, config.num_tail_layers
   heads, dk, dv = (
     config.linear_num_value_heads,

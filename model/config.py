@@ -194,14 +194,7 @@ class ModelConfig:
     """
     path = pathlib.Path(path)
     path = path / "config.json" if path.is_dir() else path
-    try:
-      given = json.loads(path.read_text())
-    except OSError as error:
-      raise options.UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
-      raise options.UserError(f"{path}: not JSON ({error})") from None
-    if not isinstance(given, dict):
-      raise options.UserError(f"{path}: want a JSON object, found {type(given).__name__}")
+    given = _read_json(path)
     try:
       return cls.from_hf(given)
     except options.UserError as error:
@@ -266,10 +259,11 @@ class ModelOptions:
   """How the model is computed."""
 
   dtype: str = options.option(
-    "bfloat16",
-    help="Type of activations and matrix products. Norms, the router's softmax, attention's "
+    "auto",
+    help="Type of activations and matrix products; auto is the one that the checkpoint's "
+    "config.json names, bfloat16 where none does. Norms, the router's softmax, attention's "
     "softmax and the Gated DeltaNet core are float32 inside either way.",
-    choices=("bfloat16", "float32"),
+    choices=("auto", "bfloat16", "float32"),
   )
   weight_dtype: str = options.option(
     "float32",
@@ -295,6 +289,54 @@ class ModelOptions:
     "everything.",
     choices=("full", "none"),
   )
+
+  @property
+  def activation_dtype(self) -> str:
+    """The type that activations have: `dtype`, or bfloat16 while that is still auto."""
+    return "bfloat16" if self.dtype == "auto" else self.dtype
+
+  def for_checkpoint(self, directory: str | pathlib.Path | None) -> ModelOptions:
+    """These options with an auto dtype settled by a checkpoint's config.json (None: by no one).
+
+    Raises:
+      options.UserError: The file cannot be read, or names a type that is neither of the two.
+    """
+    if self.dtype != "auto":
+      return self
+    named = None if directory is None else stored_dtype(directory)
+    if named not in (None, "bfloat16", "float32"):
+      raise options.UserError(
+        f"{directory}: config.json names dtype {named}; give --dtype=bfloat16 or --dtype=float32"
+      )
+    return dataclasses.replace(self, dtype=named or "bfloat16")
+
+
+def stored_dtype(directory: str | pathlib.Path) -> str | None:
+  """The type that a checkpoint's config.json names for its weights, or None.
+
+  Newer files say `dtype`, older ones `torch_dtype`; of a multimodal model the text part counts.
+
+  Raises:
+    options.UserError: The file cannot be read or is no JSON object.
+  """
+  given = _read_json(pathlib.Path(directory) / "config.json")
+  for mapping in (given.get("text_config") or {}, given):
+    for name in ("dtype", "torch_dtype"):
+      if mapping.get(name) is not None:
+        return str(mapping[name]).removeprefix("torch.")
+  return None
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+  try:
+    given = json.loads(path.read_text())
+  except OSError as error:
+    raise options.UserError(f"{path}: cannot be read ({error.strerror})") from None
+  except ValueError as error:
+    raise options.UserError(f"{path}: not JSON ({error})") from None
+  if not isinstance(given, dict):
+    raise options.UserError(f"{path}: want a JSON object, found {type(given).__name__}")
+  return given
 
 
 def _is_int(value: Any) -> bool:

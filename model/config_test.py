@@ -149,3 +149,33 @@ def test_files(tmp_path):
 def test_unknown_preset():
   with pytest.raises(options.UserError, match="397B-A17B, tiny"):
     config_lib.preset("397b")
+
+
+def _write_config(tmp_path, **extra):
+  given = config_lib.preset("tiny").to_hf() | extra
+  (tmp_path / "config.json").write_text(json.dumps(given))
+  return tmp_path
+
+
+@pytest.mark.parametrize(
+  "extra, want",
+  [
+    ({}, "bfloat16"),
+    ({"dtype": "float32"}, "float32"),
+    ({"torch_dtype": "bfloat16"}, "bfloat16"),
+    ({"dtype": "bfloat16", "text_config": {"dtype": "float32"}}, "float32"),
+  ],
+)
+def test_auto_dtype_is_the_checkpoints(tmp_path, extra, want):
+  directory = _write_config(tmp_path, **extra)
+  auto = config_lib.ModelOptions()
+  assert auto.activation_dtype == "bfloat16"
+  assert auto.for_checkpoint(directory).dtype == want
+  assert auto.for_checkpoint(None).dtype == "bfloat16"
+  assert config_lib.ModelOptions(dtype="bfloat16").for_checkpoint(directory).dtype == "bfloat16"
+
+
+def test_auto_dtype_refuses_what_it_cannot_compute(tmp_path):
+  directory = _write_config(tmp_path, dtype="float16")
+  with pytest.raises(options.UserError, match="float16"):
+    config_lib.ModelOptions().for_checkpoint(directory)

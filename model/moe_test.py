@@ -110,9 +110,11 @@ def test_replay_is_by_layer():
 def test_router_logits_in_float32():
   x = _x().astype(jnp.bfloat16)
   ones = jnp.ones((1, 64), jnp.int32)
-  run = lambda **kw: moe.SparseMoe(
-    _CONFIG, config_lib.ModelOptions(dtype="bfloat16", **kw), rngs=nnx.Rngs(0)
-  )(x, ones)[1].logits
+  run = lambda **kw: (
+    moe.SparseMoe(_CONFIG, config_lib.ModelOptions(dtype="bfloat16", **kw), rngs=nnx.Rngs(0))(
+      x, ones
+    )[1].logits
+  )
   assert run().dtype == jnp.bfloat16
   wide = run(float32_gate_logits=True)
   assert wide.dtype == jnp.float32
