@@ -179,8 +179,11 @@ def _sft_loss(inputs: LossInputs, options: LossOptions, length_norm: float | Non
     kept = kept * (1.0 - inputs.segment_truncated)
   mask = inputs.loss_mask * spread(kept, inputs.segment_ids)
   token_weights = _token_weights(inputs, mask, options, length_norm)
+  # Where one completion is right, the mean probability of the whole of it is the expected pass@1.
+  whole = segment_sum(inputs.logprobs * mask, inputs.segment_ids, kept.shape[1])
   metrics = {
     "loss": step_metrics.masked(-inputs.logprobs, token_weights, normalizer(options)),
+    "demonstration_probability": Metric(jnp.sum(jnp.exp(whole) * kept), SEQUENCES),
     "nll": step_metrics.masked(-inputs.logprobs, mask),
     "entropy": step_metrics.masked(inputs.entropies, mask),
     "num_valid_samples": Metric(jnp.sum(kept), step_metrics.SUM),

@@ -52,19 +52,20 @@ def read(path: str | pathlib.Path) -> list[dict[str, Any]]:
 class JsonLines:
   """An append-only JSON Lines file of steps."""
 
-  def __init__(self, path: str | pathlib.Path, last_step: int = 0):
+  def __init__(self, path: str | pathlib.Path, last_step: int = 0, *, first_step: int = 1):
     """Opens the file, keeping the lines of steps up to `last_step`.
 
     Args:
       path: File; made when missing.
-      last_step: Step from which the run goes on; 0 starts afresh.
+      last_step: Last step that the run has made; 0 starts afresh.
+      first_step: Number of the first line's step.
 
     Raises:
       options.UserError: It cannot be written.
     """
     self.path = pathlib.Path(path)
     try:
-      kept = [r for r in read(self.path) if r["step"] <= last_step]
+      kept = [r for r in read(self.path) if first_step <= r["step"] <= last_step]
       fresh = self.path.with_name(self.path.name + ".tmp")
       with open(fresh, "w", encoding="utf-8") as file:
         file.writelines(_line(r) for r in kept)

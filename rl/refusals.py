@@ -177,4 +177,72 @@ OPTIMIZER_RULES = (
   ),
 )
 
-RULES = LOSS_RULES + ADVANTAGE_RULES + BATCH_RULES + OPTIMIZER_RULES
+RUN_RULES = (
+  Rule(
+    name="lag-within-staleness",
+    keys=("rollout_lag", "max_staleness"),
+    broken=lambda s: s.rollout_lag > s.max_staleness,
+    reason="sampling further behind than max_staleness would refuse every batch; raise "
+    "max_staleness or lower rollout_lag",
+    accepted={"rollout_lag": 2, "max_staleness": 2},
+    refused={"rollout_lag": 2, "max_staleness": 1},
+  ),
+  Rule(
+    name="lag-needs-correction",
+    keys=("rollout_lag", "use_importance_sampling_correction"),
+    broken=lambda s: s.rollout_lag > 0 and not s.use_importance_sampling_correction,
+    reason="old log-probs are those of the current policy, not of the older one that sampled, so "
+    "without the correction by the sampler's log-probs the gradient is silently biased; keep "
+    "the correction or set rollout_lag=0",
+    accepted={"rollout_lag": 1},
+    refused={
+      "rollout_lag": 1,
+      "use_importance_sampling_correction": False,
+      "truncated_importance_sampling_type": "none",
+    },
+  ),
+  Rule(
+    name="file-task-needs-prompts",
+    keys=("task", "prompts"),
+    broken=lambda s: s.task in ("json_lines", "command", "math_verify") and not s.prompts,
+    reason="this task reads its problems from a file; give --prompts",
+    accepted={"task": "json_lines", "prompts": "problems.jsonl"},
+    refused={"task": "json_lines"},
+  ),
+  Rule(
+    name="prompts-need-file-task",
+    keys=("prompts", "task"),
+    broken=lambda s: (
+      s.prompts is not None and s.task not in ("json_lines", "command", "math_verify")
+    ),
+    reason="a built-in task reads no file; add --task=json_lines",
+    accepted={"task": "json_lines", "prompts": "problems.jsonl"},
+    refused={"task": "sort6", "prompts": "problems.jsonl"},
+  ),
+  Rule(
+    name="verifier-of-command-task",
+    keys=("task", "verifier_command"),
+    broken=lambda s: (s.task == "command") != (s.verifier_command is not None),
+    reason="--task=command and --verifier_command go together; give both or neither",
+    accepted={"task": "command", "prompts": "problems.jsonl", "verifier_command": "./judge"},
+    refused={"verifier_command": "./judge"},
+  ),
+  Rule(
+    name="recorded-rollouts-sample-nothing",
+    keys=("rollouts", "rollout_lag", "save_rollouts"),
+    broken=lambda s: s.rollouts is not None and (s.rollout_lag > 0 or s.save_rollouts is not None),
+    reason="with --rollouts nothing is sampled, so there is nothing to lag or to save",
+    accepted={"rollouts": "rollouts.jsonl"},
+    refused={"rollouts": "rollouts.jsonl", "save_rollouts": "again.jsonl"},
+  ),
+  Rule(
+    name="replay-needs-recorded-routing",
+    keys=("replay_routed_experts", "loss"),
+    broken=lambda s: s.replay_routed_experts and s.loss == "sft",
+    reason="demonstrations were sampled by no model, so they carry no experts to replay",
+    accepted={"replay_routed_experts": True},
+    refused={"replay_routed_experts": True, "loss": "sft"},
+  ),
+)
+
+RULES = LOSS_RULES + ADVANTAGE_RULES + BATCH_RULES + OPTIMIZER_RULES + RUN_RULES

@@ -116,6 +116,10 @@ class SamplerOptions:
   decode_block: int = option(
     8, help="Tokens decoded per call before finished slots are refilled.", minimum=1
   )
+  prefill_rows: int = option(32, help="Distinct prompts that are prefilled together.", minimum=1)
+  prefill_chunk: int = option(
+    512, help="Tokens of a prompt that are prefilled at a time.", minimum=1
+  )
   max_prompt_tokens: int = option(64, help="Longest prompt; a longer one is refused.", minimum=1)
   max_completion_tokens: int = option(
     64, help="Longest completion; a longer one is cut and counts as truncated.", minimum=1

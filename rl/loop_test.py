@@ -1,0 +1,287 @@
+"""Whole small runs: in this process where nothing must die, in another one where it must."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from kernels.base import cli, options
+from rl import loop, metrics_log, recipes, refusals, rollouts, setup, trainer_options
+
+# The smallest run that has every phase.
+SMALL = (
+  "--warmup_steps=2 --warmup_batch=16 --max_steps=4 --prompts_per_step=4 "
+  "--generations_per_prompt=4 --micro_batch_rows=4 --sampler_slots=16 --prefill_rows=4 "
+  "--eval_problems=16 --checkpoint_every=2 --warmup_target=1.0"
+).split()
+
+
+def settings_of(*flags):
+  argv = recipes.expand(["trainer", *SMALL, *flags])
+  return cli.parse(argv, trainer_options.COMPONENTS, rules=refusals.RULES, environ={})
+
+
+def train(*flags):
+  """Runs a loop; the weights at its end as one vector of bytes, and what it said."""
+  said = []
+  training = loop.Loop(setup.build(settings_of(*flags)), say=said.append)
+  assert training.run()
+  return fingerprint(training.weights), said
+
+
+def fingerprint(weights):
+  return b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(weights))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+  """A run that nothing disturbs."""
+  where = tmp_path_factory.mktemp("whole")
+  saved = where / "rollouts.jsonl"
+  weights, said = train(f"--output_dir={where}", f"--save_rollouts={saved}")
+  return where, weights, said
+
+
+def steps(path):
+  return [r["step"] for r in metrics_log.read(path)]
+
+
+def test_a_run_leaves_its_metrics(whole):
+  where, _, _ = whole
+  assert steps(where / "metrics.jsonl") == [1, 2, 3, 4]
+  assert steps(where / "warmup.jsonl") == [1, 2]
+  assert steps(where / "evaluations.jsonl") == [0, 4]
+  for record in metrics_log.read(where / "metrics.jsonl"):
+    for name in (
+      "loss pg_loss grad_norm reward_mean reward_std solve_rate entropy clip_fraction "
+      "tis_kept_fraction advantage_abs_mean learning_rate completion_length_mean "
+      "truncated_fraction tokens_per_second tokens_per_second_per_chip packing_fill staleness_max "
+      "sampler_logprob_gap_mean sampler_logprob_gap_max sampler_logprob_correlation "
+      "token_mult_prob_error time/rollout time/train time/eval memory/host_peak_gib skipped_steps"
+    ).split():
+      assert isinstance(record[name], float), name
+    # float32 on both sides: sampler and trainer agree.
+    assert record["sampler_logprob_gap_max"] < 1e-4
+    assert record["token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
+  assert metrics_log.read(where / "metrics.jsonl")[-1]["eval/pass@1"] >= 0
+
+
+@pytest.mark.parametrize("stop", [1, 3])
+def test_resumed_run_ends_with_the_same_bits(whole, tmp_path, stop):
+  _, weights, _ = whole
+  train(f"--output_dir={tmp_path}", f"--max_steps={stop}")
+  again, said = train(f"--output_dir={tmp_path}")
+  assert again == weights
+  assert any(f"resumed after step {stop}" in line for line in said)
+  assert steps(tmp_path / "metrics.jsonl") == [1, 2, 3, 4]
+
+
+def test_recorded_rollouts_of_the_run_make_the_same_updates(whole, tmp_path):
+  where, weights, _ = whole
+  start = tmp_path / "start"
+  train(f"--output_dir={start}", "--max_steps=0")
+  parts = setup.build(settings_of(f"--output_dir={start}", "--max_steps=0"))
+  training = loop.Loop(parts, say=lambda text: None)
+  assert training.run()
+  exported = parts.export(training.weights)
+  recorded = [
+    "--recipe=sort",
+    f"--rollouts={where / 'rollouts.jsonl'}",
+    f"--checkpoint={exported}",
+    f"--output_dir={tmp_path / 'again'}",
+    "--warmup_steps=0",
+  ]
+  again, _ = train(*recorded)
+  assert again == weights
+  first = metrics_log.read(where / "metrics.jsonl")
+  second = metrics_log.read(tmp_path / "again" / "metrics.jsonl")
+  for a, b in zip(first, second, strict=True):
+    for name in ("loss", "grad_norm", "reward_mean"):
+      assert a[name] == b[name]
+
+
+def test_other_options_are_refused_on_resume_unless_asked(whole, tmp_path):
+  train(f"--output_dir={tmp_path}", "--max_steps=1")
+  with pytest.raises(options.UserError) as error:
+    train(f"--output_dir={tmp_path}", "--learning_rate=1e-4", "--entropy_bonus=0.5")
+  text = str(error.value)
+  assert "--learning_rate was 0.0005, now 0.0001" in text and "--entropy_bonus" in text
+  assert "--max_steps" not in text and "\n" not in text
+  with pytest.raises(options.UserError, match="resume=never"):
+    train(f"--output_dir={tmp_path}", "--resume=never")
+  _, said = train(
+    f"--output_dir={tmp_path}", "--learning_rate=1e-4", "--max_steps=2", "--allow_config_change"
+  )
+  assert any("resuming with other options: --learning_rate" in line for line in said)
+  assert metrics_log.read(tmp_path / "metrics.jsonl")[-1]["learning_rate"] == pytest.approx(1e-4)
+  with pytest.raises(options.UserError, match="resume=must"):
+    train(f"--output_dir={tmp_path / 'fresh'}", "--resume=must")
+
+
+def test_damaged_checkpoint_falls_back_in_one_line(whole, tmp_path):
+  _, weights, _ = whole
+  train(f"--output_dir={tmp_path}")
+  newest = sorted((tmp_path / "checkpoints").iterdir())[-1]
+  largest = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+  os.truncate(largest, largest.stat().st_size // 2)
+  again, said = train(f"--output_dir={tmp_path}")
+  assert again == weights
+  assert len([line for line in said if "passed over" in line]) == 1
+
+
+def test_lagging_rollouts_carry_their_version_and_survive_a_resume(tmp_path):
+  lag = ["--rollout_lag=1", "--max_staleness=1"]
+  weights, _ = train(f"--output_dir={tmp_path / 'a'}", *lag)
+  records = metrics_log.read(tmp_path / "a/metrics.jsonl")
+  assert [r["staleness_max"] for r in records] == [0, 1, 1, 1]
+  train(f"--output_dir={tmp_path / 'b'}", "--max_steps=2", *lag)
+  again, _ = train(f"--output_dir={tmp_path / 'b'}", *lag)
+  assert again == weights
+
+
+def test_stop_at_target_accuracy(tmp_path):
+  train(f"--output_dir={tmp_path}", "--target_accuracy=0.0", "--eval_every=3")
+  assert steps(tmp_path / "metrics.jsonl") == [1, 2, 3]
+
+
+def test_json_lines_task(tmp_path):
+  lines = [json.dumps({"prompt": f"{i:02d}", "answer": f"{i % 7}"}) for i in range(60)]
+  (tmp_path / "p.jsonl").write_text("\n".join(lines))
+  train(f"--output_dir={tmp_path / 'o'}", "--task=json_lines", f"--prompts={tmp_path / 'p.jsonl'}")
+  assert steps(tmp_path / "o/metrics.jsonl") == [1, 2, 3, 4]
+
+
+def test_recorded_step_needs_whole_groups(whole, tmp_path):
+  where, _, _ = whole
+  lines = (where / "rollouts.jsonl").read_text().splitlines()
+  (tmp_path / "cut.jsonl").write_text("\n".join(lines[:-1]))
+  with pytest.raises(options.UserError, match="group .* has 3 trajectories"):
+    setup.build(
+      settings_of(f"--rollouts={tmp_path / 'cut.jsonl'}", f"--output_dir={tmp_path / 'o'}")
+    )
+
+
+def test_saved_rollouts_read_back(whole):
+  where, _, _ = whole
+  found = rollouts.read(str(where / "rollouts.jsonl"))
+  assert len(found) == 4 * 16 and [t.step for t in found[::16]] == [1, 2, 3, 4]
+  assert [t.policy_version for t in found[::16]] == [0, 1, 2, 3]
+
+
+def command(*flags, **environ):
+  env = {**os.environ, "PYTHONPATH": ":".join(p for p in sys.path if p), **environ}
+  return subprocess.run(
+    [sys.executable, "-m", "rl.trainer", *SMALL, *flags], capture_output=True, text=True, env=env
+  )
+
+
+def test_check_imports_no_jax_and_refuses_with_all_reasons(tmp_path):
+  code = (
+    "import sys\nfrom rl import trainer\n"
+    "try:\n  trainer.main(['trainer', '--check'])\nfinally:\n"
+    "  print('jax' in sys.modules)"
+  )
+  env = {**os.environ, "PYTHONPATH": ":".join(p for p in sys.path if p)}
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+  assert done.returncode == 0 and done.stdout.endswith("False\n"), done
+
+
+MISTAKES = {
+  "unknown task": (["--task=sort44"], 2, "the nearest is sort4"),
+  "misspelt key": (["--learning_rat=1"], 2, "the nearest flag is --learning_rate"),
+  "empty prompts": (["--task=json_lines", "--prompts={tmp}/empty"], 1, "holds no problem"),
+  "malformed line": (["--task=json_lines", "--prompts={tmp}/bad"], 1, "line 2"),
+  "no checkpoint": (["--checkpoint={tmp}/absent"], 1, "absent"),
+  "unwritable output": (["--output_dir={tmp}/empty/x"], 1, "cannot be written"),
+  "bad rollouts": (["--rollouts={tmp}/bad.jsonl"], 1, "bad.jsonl line 1"),
+  "vocabulary": (["--rollouts={tmp}/wide.jsonl"], 1, "outside the model's vocabulary of 512"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_give_one_line_and_a_status(tmp_path, name):
+  flags, status, text = MISTAKES[name]
+  (tmp_path / "empty").write_text("")
+  (tmp_path / "bad").write_text('{"prompt": "a", "answer": "b"}\n{"prompt"')
+  (tmp_path / "bad.jsonl").write_text("{}\n")
+  record = {
+    "group_id": 0,
+    "prompt_ids": [1],
+    "completion_ids": [600],
+    "loss_mask": [1],
+    "sampler_logprobs": [-1.0],
+    "reward": 1.0,
+  }
+  (tmp_path / "wide.jsonl").write_text(json.dumps(record) + "\n")
+  flags = [f.format(tmp=tmp_path) for f in flags]
+  done = command(f"--output_dir={tmp_path / 'o'}", *flags)
+  assert done.returncode == status, done.stderr
+  lines = [line for line in done.stderr.splitlines() if line]
+  assert len(lines) == 1 and lines[0].startswith("error: ") and text in lines[0], lines
+  assert "Traceback" not in done.stderr
+
+
+def test_trajectory_longer_than_a_row_is_named(whole, tmp_path):
+  where, _, _ = whole
+  with pytest.raises(options.UserError, match="rollouts.jsonl line 1 .* --row_tokens=8"):
+    train(f"--rollouts={where / 'rollouts.jsonl'}", f"--output_dir={tmp_path}", "--row_tokens=8")
+
+
+def test_sigterm_saves_and_exits_zero(whole, tmp_path):
+  _, weights, _ = whole
+  env = {**os.environ, "PYTHONPATH": ":".join(p for p in sys.path if p)}
+  # The signal is sent by the process itself after its second step: no race with the end.
+  code = f"""
+import os, signal
+from rl import metrics_log, trainer
+write = metrics_log.MetricsLog.write
+def write_and_stop(self, step, metrics):
+  write(self, step, metrics)
+  if step == 2:
+    os.kill(os.getpid(), signal.SIGTERM)
+metrics_log.MetricsLog.write = write_and_stop
+trainer.main(["trainer", *{SMALL!r}, "--checkpoint_every=0", "--output_dir={tmp_path}"])
+"""
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+  assert done.returncode == 0, done.stderr
+  assert "stopped by SIGTERM; saved" in done.stdout
+  assert steps(tmp_path / "metrics.jsonl") == [1, 2]
+  again, said = train(f"--output_dir={tmp_path}")
+  assert again == weights and any("resumed after step 2" in line for line in said)
+  assert steps(tmp_path / "metrics.jsonl") == [1, 2, 3, 4]
+
+
+def test_preemption_gives_the_signal_back():
+  before = signal.getsignal(signal.SIGTERM)
+  preemption = loop.Preemption()
+  os.kill(os.getpid(), signal.SIGTERM)
+  assert preemption.requested
+  preemption.close()
+  assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_recipes_parse_and_are_overridden_by_later_flags():
+  for name in recipes.RECIPES:
+    argv = recipes.expand(["trainer", f"--recipe={name}", "--entropy_bonus=0.125"])
+    settings = cli.parse(argv, trainer_options.COMPONENTS, rules=refusals.RULES, environ={})
+    assert settings.entropy_bonus == 0.125
+  assert recipes.choose(["trainer"]) == "sort"
+  assert recipes.choose(["trainer", "--checkpoint", "x"]) == "finetune"
+  assert recipes.choose(["trainer", "--rollouts=x", "--checkpoint=y"]) == "none"
+  assert recipes.choose(["trainer", "--rollouts=x", "--recipe=add"]) == "add"
+
+
+def test_output_directories_are_new_ones_and_relative_to_the_caller(tmp_path, monkeypatch):
+  monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(tmp_path))
+  first = setup.output_directory(None, "sort4-seed0")
+  second = setup.output_directory(None, "sort4-seed0")
+  assert first == tmp_path / "runs/sort4-seed0-001" and second.name == "sort4-seed0-002"
+  assert setup.output_directory("here", "x") == tmp_path / "here"
+  assert dataclasses.is_dataclass(setup.Setup) and isinstance(first, pathlib.Path)

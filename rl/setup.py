@@ -1,0 +1,250 @@
+"""From checked settings to the parts of a run: model, tokenizer, task, sampler, learner."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import pathlib
+import shutil
+from typing import Any
+
+import jax
+
+from kernels.base import options
+from model import api
+from model import config as model_config
+from rl import collect, config, learner, rollouts, run_config, sampler, tokenizer, trajectory
+from rl.tasks import registry, task
+
+_TOKENIZER_FILES = (
+  "tokenizer.json",
+  "tokenizer_config.json",
+  "chat_template.jinja",
+  "generation_config.json",
+)
+
+
+@functools.lru_cache(maxsize=4)
+def _random_params(model: model_config.ModelConfig, model_options: model_config.ModelOptions):
+  return jax.jit(functools.partial(api.init_params, model, model_options))
+
+
+@functools.lru_cache(maxsize=4)
+def _local_sampler(*arguments, with_routed_experts: bool) -> sampler.LocalSampler:
+  """Runs of one process that sample alike share what was compiled."""
+  return sampler.LocalSampler(*arguments, with_routed_experts=with_routed_experts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+  """The parts of a run that do not change while it runs.
+
+  Attributes:
+    settings: Checked options.
+    model: The model's configuration.
+    model_options: How it is computed.
+    tokenizer: Between text and ids.
+    task: Problems and verifier; None when training from recorded rollouts without evaluation.
+    sampler: Draws completions; None likewise.
+    source: Where sampled trajectories come from; None with recorded ones.
+    recorded: Batches of recorded trajectories, in order; empty when sampling.
+    output_dir: Directory of everything that is written.
+  """
+
+  settings: options.Settings
+  model: model_config.ModelConfig
+  model_options: model_config.ModelOptions
+  tokenizer: tokenizer.Tokenizer
+  task: task.Task | None
+  sampler: sampler.LocalSampler | None
+  source: collect.Source | None
+  recorded: list[list[trajectory.Trajectory]]
+  output_dir: pathlib.Path
+
+  def initial_params(self) -> Any:
+    """The weights that the run starts from: a checkpoint's, or random ones of the seed."""
+    run = self.settings.of(run_config.RunOptions)
+    if run.checkpoint is not None:
+      from model.checkpoint import loading
+
+      _, params = loading.load_params(
+        user_path(run.checkpoint), self.model, dtype=self.model_options.weight_dtype
+      )
+      return params
+    return _random_params(self.model, self.model_options)(jax.random.key(run.seed))
+
+  def learner(self, params: Any) -> learner.Learner:
+    """The learner of the run's own loss."""
+    return learner.Learner(
+      self.model,
+      self.model_options,
+      learner.LearnerOptions(
+        loss=self.settings.of(config.LossOptions),
+        advantage=self.settings.of(config.AdvantageOptions),
+        batch=self.settings.of(config.BatchOptions),
+        optimizer=self.settings.of(config.OptimizerOptions),
+        replay_routed_experts=self.settings.replay_routed_experts,
+      ),
+      params,
+    )
+
+  def warmup_learner(self, params: Any) -> learner.Learner:
+    """The learner of the supervised phase: the same model and optimizer, another loss and rate."""
+    settings = self.settings
+    return learner.Learner(
+      self.model,
+      self.model_options,
+      learner.LearnerOptions(
+        loss=config.LossOptions(loss="sft", logps_chunk_size=settings.logps_chunk_size),
+        advantage=settings.of(config.AdvantageOptions),
+        batch=settings.of(config.BatchOptions),
+        optimizer=dataclasses.replace(
+          settings.of(config.OptimizerOptions),
+          learning_rate=settings.warmup_learning_rate,
+        ),
+      ),
+      params,
+    )
+
+  def export(self, params: Any) -> pathlib.Path:
+    """Writes the weights as a Hugging Face checkpoint with the tokenizer's files; its path.
+
+    Raises:
+      options.UserError: It cannot be written.
+    """
+    from model.checkpoint import saving
+
+    path = self.output_dir / "model"
+    if path.exists():  # Of an earlier end of this run.
+      shutil.rmtree(path)
+    saving.save_params(path, self.model, params)
+    if self.settings.checkpoint is not None:
+      for name in _TOKENIZER_FILES:
+        given = pathlib.Path(user_path(self.settings.checkpoint)) / name
+        if given.exists():
+          shutil.copyfile(given, path / name)
+    return path
+
+
+def output_directory(given: str | None, name: str) -> pathlib.Path:
+  """Makes the output directory: the one given, or a new numbered one.
+
+  Relative paths and the default are taken from where the command was typed: Bazel starts a
+  program elsewhere and says so in BUILD_WORKING_DIRECTORY.
+
+  Raises:
+    options.UserError: It cannot be made or written.
+  """
+  base = pathlib.Path(os.environ.get("BUILD_WORKING_DIRECTORY", os.getcwd()))
+  try:
+    if given is not None:
+      path = base / given
+      path.mkdir(parents=True, exist_ok=True)
+    else:
+      number = 1
+      while True:
+        path = base / "runs" / f"{name}-{number:03d}"
+        try:
+          path.mkdir(parents=True)
+          break
+        except FileExistsError:
+          number += 1
+    probe = path / ".writable"
+    probe.write_text("")
+    probe.unlink()
+  except OSError as error:
+    raise options.UserError(
+      f"--output_dir={path}: cannot be written: {error.strerror}; choose another directory"
+    ) from None
+  return path
+
+
+def user_path(given: str | None) -> str | None:
+  """A path of the command line, seen from where the command was typed."""
+  if given is None:
+    return None
+  return str(pathlib.Path(os.environ.get("BUILD_WORKING_DIRECTORY", os.getcwd())) / given)
+
+
+def build(settings: options.Settings) -> Setup:
+  """Makes the parts of a run.
+
+  Raises:
+    options.UserError: A file is missing or malformed, the tokenizer is of another model, or the
+      batch sizes are missing.
+  """
+  run = settings.of(run_config.RunOptions)
+  directory = user_path(run.checkpoint)
+  model = (
+    model_config.preset(run.model_preset)
+    if directory is None
+    else model_config.ModelConfig.from_file(directory)
+  )
+  text = tokenizer.load(directory, system_prompt=settings.system_prompt)
+  if text.vocab_size > model.vocab_size and run.rollouts is None:
+    raise options.UserError(
+      f"the tokenizer has {text.vocab_size} ids, the model's vocabulary {model.vocab_size}; use the "
+      "tokenizer.json of this model"
+    )
+  batch = settings.of(config.BatchOptions)
+  recorded: list[list[trajectory.Trajectory]] = []
+  if run.rollouts is not None:
+    recorded = rollouts.steps(
+      rollouts.read(user_path(run.rollouts), vocab_size=model.vocab_size),
+      generations_per_prompt=batch.generations_per_prompt,
+      prompts_per_step=batch.prompts_per_step,
+    )
+  name = "recorded" if recorded else settings.task.replace(":", "-")
+  output_dir = output_directory(run.output_dir, f"{name}-seed{run.seed}")
+
+  made_task = local = source = None
+  if not recorded or settings.eval_every:
+    made_task = registry.make(
+      settings.task,
+      prompts=user_path(settings.prompts),
+      held_out_prompts=user_path(settings.held_out_prompts),
+      verifier_command=settings.verifier_command,
+    )
+    local = _local_sampler(
+      model,
+      settings.of(model_config.ModelOptions),
+      settings.of(run_config.SamplerOptions),
+      tuple(settings.stop_ids or text.stop_ids),
+      with_routed_experts=settings.replay_routed_experts,
+    )
+  if not recorded:
+    source = collect.Source(
+      task=made_task,
+      tokenizer=text,
+      sampler=local,
+      distribution=sampler.Distribution(
+        temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k
+      ),
+      prompts=batch.prompts_per_step or 16,
+      generations=batch.generations_per_prompt or 16,
+      seed=run.seed,
+    )
+  return Setup(
+    settings=settings,
+    model=model,
+    model_options=settings.of(model_config.ModelOptions),
+    tokenizer=text,
+    task=made_task,
+    sampler=local,
+    source=source,
+    recorded=recorded,
+    output_dir=output_dir,
+  )
+
+
+def load_exported(parts: Setup, path: pathlib.Path) -> Any:
+  """The weights of an exported checkpoint, in the type that the run keeps them in."""
+  from model.checkpoint import loading
+
+  return loading.load_params(path, parts.model, dtype=parts.model_options.weight_dtype)[1]
+
+
+def count_params(model: model_config.ModelConfig) -> int:
+  """Number of parameters."""
+  return api.count_params(model)

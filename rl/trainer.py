@@ -1,0 +1,55 @@
+"""The trainer: `./bazelw run //rl:trainer` teaches a small Qwen3.5 to sort digits.
+
+Every flag has a default and `--help` lists them; `--recipe` names the built-in sets of flags.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+
+from kernels.base import cli, options
+from rl import recipes, refusals, trainer_options
+
+DESCRIPTION = """
+Trains a Qwen3.5 by reinforcement learning (GRPO): samples answers to a task's problems, scores
+them, and makes good answers likelier.  Without flags: a tiny model starts from random weights,
+is warmed up on a few demonstrations, and learns to sort four digits by reward alone.
+
+  trainer                                    the built-in demonstration
+  trainer --recipe=add                       two-digit addition with carry
+  trainer --model_preset=tiny                a dense model instead of a mixture of experts
+  trainer --checkpoint=DIR --task=json_lines --prompts=FILE
+                                             your model (Hugging Face format) on your problems
+  trainer --rollouts=FILE --checkpoint=DIR   from recorded trajectories alone
+
+A recipe's flags stand before the given ones, so any of them can be given again.
+"""
+
+
+def run(settings: options.Settings) -> int:
+  """Trains, exports, checks the export, and says where everything is."""
+  # The runtime reads this when JAX is imported: its notes are about itself, not about the run.
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+  # A donated buffer that no result can take over is freed all the same.
+  warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+  from rl import report
+
+  return report.train_and_report(settings, started=time.monotonic())
+
+
+def main(argv: list[str] | None = None) -> None:
+  """Parses the command line, its recipe first, and trains."""
+  cli.main(
+    run,
+    components=trainer_options.COMPONENTS,
+    rules=refusals.RULES,
+    description=DESCRIPTION,
+    argv=recipes.expand(sys.argv if argv is None else argv),
+  )
+
+
+if __name__ == "__main__":
+  main()
