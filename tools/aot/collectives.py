@@ -95,7 +95,7 @@ def read(module: hlo.Module, instruction: hlo.Instruction, grid: Grid | None) ->
   else:
     first, count = _first_group(inner.attribute("replica_groups"))
     size = len(first) or (grid.devices if grid else 0)
-    axes = axes_of_group(first, grid) if first else tuple(grid.sizes) if grid else ("?",)
+    axes = axes_of_group(first, grid) if first else _all_axes(grid)
   if kind == "reduce-scatter":
     payload *= max(size, 1)  # its result is a share of what goes in
   return Collective(
@@ -158,6 +158,10 @@ def axes_of_group(group: list[int], grid: Grid | None) -> tuple[str, ...]:
   varying = [axis for k, axis in enumerate(grid.sizes) if len({spot[k] for spot in spots}) > 1]
   full = math.prod(grid.sizes[axis] for axis in varying)
   return tuple(varying) if full == len(set(group)) else ("?",)
+
+
+def _all_axes(grid: Grid | None) -> tuple[str, ...]:
+  return tuple(a for a, size in grid.sizes.items() if size > 1) if grid else ("?",)
 
 
 def _axes_of_pairs(sends: list[list[int]], grid: Grid | None) -> tuple[str, ...]:

@@ -51,6 +51,8 @@ def test_a_profile_is_gathered(tmp_path):
   assert found == profile.Profile(
     kernel="gmm.1", cycles=7000, bundles=869, spills=2, vmem_bytes=7831552
   )
+  unsimulated = profile.read(PROGRAM, "gmm", None, schedules)
+  assert (unsimulated.cycles, unsimulated.bundles, unsimulated.spills) == (0, 869, 2)
   # Without a name it is the dearest Pallas kernel, never another instruction.
   assert profile.read(PROGRAM, "", cycles, schedules).kernel == "gmm.1"
 
@@ -92,6 +94,14 @@ def test_figures_by_hand():
   assert fp8.floor_us == pytest.approx(500) and fp8.peak == pytest.approx(0.5)
 
 
+def test_a_schedule_quicker_than_its_products_is_no_ratio():
+  row = report.make_row(case(), found(1_100_000), 3.0)  # half of what the peak needs
+  assert row.ratio == 0 and "not simulated in full" in row.note and row.cycles == 1_100_000
+  assert "| - |" in report.markdown([row])
+  silent = report.make_row(case(), found(0), 3.0)
+  assert silent.ratio == 0 and "failed" in silent.note and silent.vmem_mib == 1
+
+
 def test_cases_are_well_formed():
   names = [c.name for c in cases.CASES]
   assert len(set(names)) == len(names)
@@ -108,7 +118,9 @@ def test_cases_are_well_formed():
 
 def test_table_json_and_chart(tmp_path):
   rows = [report.make_row(case(), found(4_400_000), 3.0)]
-  rows.append(dataclasses.replace(rows[0], name="other: refused", cycles=0, error="no tiling"))
+  rows.append(
+    dataclasses.replace(rows[0], name="other: refused", cycles=0, ratio=0.0, error="no tiling")
+  )
   report.write_json(rows, str(tmp_path / "r.json"))
   assert json.loads((tmp_path / "r.json").read_text())[0]["ratio"] == pytest.approx(2.0)
   text = report.markdown(rows)

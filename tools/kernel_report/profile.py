@@ -63,26 +63,27 @@ def read_cycles(folder: pathlib.Path) -> dict[str, int]:
   return out
 
 
-def read(text: str, prefix: str, cycles: dict[str, int], schedules: pathlib.Path) -> Profile:
+def read(text: str, prefix: str, cycles: dict[str, int] | None, schedules: pathlib.Path) -> Profile:
   """Gathers the profile of the kernel that `prefix` names.
 
   Args:
     text: Program text after code generation.
     prefix: What the kernel's name begins with; empty takes the only kernel.
-    cycles: Cycles by instruction.
+    cycles: Cycles by instruction; None where the schedule was not simulated.
     schedules: Folder of the compiler's low-level dumps.
 
   Raises:
     NoProfileError: No such kernel, or no cycles for it.
   """
   found = kernels_of(text, prefix)
-  named = [i for i in found if i.name in cycles]
+  named = found if cycles is None else [i for i in found if i.name in cycles]
   if not named:
     raise NoProfileError(
       f"no kernel {prefix or '(any)'} with a static profile; kernels: "
-      f"{', '.join(i.name for i in found) or 'none'}; profiles: {', '.join(cycles) or 'none'}"
+      f"{', '.join(i.name for i in found) or 'none'}; profiles: {', '.join(cycles or ()) or 'none'}"
     )
-  kernel = max(named, key=lambda i: cycles[i.name])
+  taken = cycles or {}
+  kernel = max(named, key=lambda i: (taken.get(i.name, 0), i.bytes))
   used = _USED.search(kernel.attributes)
   final = sorted(schedules.glob(f"*-{kernel.name}-*final_bundles.txt"))
   analysis = [f for f in final if "schedule-analysis" in f.name]
@@ -91,7 +92,7 @@ def read(text: str, prefix: str, cycles: dict[str, int], schedules: pathlib.Path
   spilled = set(_SPILL.findall(bundles[-1].read_text())) if bundles else set()
   return Profile(
     kernel=kernel.name,
-    cycles=cycles[kernel.name],
+    cycles=taken.get(kernel.name, 0),
     bundles=int(counted[1]) if counted else 0,
     spills=len(spilled),
     vmem_bytes=int(used[1]) if used else 0,

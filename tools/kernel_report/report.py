@@ -37,7 +37,8 @@ class Row:
     spills: Registers spilled.
     bundles: VLIW bundles of code.
     compile_s: Seconds of the compile.
-    error: Why there is no profile, or an empty string.
+    note: What to know of the figures, or an empty string.
+    error: Why there is no profile at all, or an empty string.
   """
 
   name: str
@@ -53,6 +54,7 @@ class Row:
   spills: int = 0
   bundles: int = 0
   compile_s: float = 0.0
+  note: str = ""
   error: str = ""
 
 
@@ -62,11 +64,18 @@ def floor_seconds(case: KernelCase) -> float:
   return max(case.flops / rates.flops[case.dtype], case.bytes / rates.hbm)
 
 
+# No schedule is quicker than the products need at peak: then it was not simulated whole.
+_SHORT = "cycles below the floor: branches on data were not simulated in full"
+_UNSIMULATED = "the compiler's simulation of the schedule failed"
+
+
 def make_row(case: KernelCase, found: profile.Profile, compile_seconds: float) -> Row:
-  """The row of a case from its profile."""
+  """The row of a case from its profile; without cycles where the profile has none."""
   rates = timeline.Rates.of(TPU7X)
   static = found.cycles / timeline.CLOCK_HZ
   floor = floor_seconds(case)
+  peak = case.flops / rates.flops[case.dtype] / static if static else 0.0
+  whole = peak <= 1.0 and static > 0
   return Row(
     name=case.name,
     part=case.part,
@@ -75,53 +84,75 @@ def make_row(case: KernelCase, found: profile.Profile, compile_seconds: float) -
     cycles=found.cycles,
     floor_us=floor * 1e6,
     static_us=static * 1e6,
-    ratio=max(static, case.bytes / rates.hbm) / floor,
-    peak=case.flops / rates.flops[case.dtype] / static if static else 0.0,
+    ratio=max(static, case.bytes / rates.hbm) / floor if whole else 0.0,
+    peak=peak if whole else 0.0,
     vmem_mib=found.vmem_bytes / 2**20,
     spills=found.spills,
     bundles=found.bundles,
     compile_s=compile_seconds,
+    note="" if whole else _SHORT if static else _UNSIMULATED,
   )
 
 
 def profile_case(case: KernelCase, directory: str, time_limit: float) -> Row:
   """Compiles a case in a process of its own and reads its profile.
 
-  What the compiler wrote is removed again: it is tens of MB a kernel.
+  The simulation of a schedule can end the compiler; then the case is compiled again without it,
+  for what else there is to know.  What the compiler wrote is removed: tens of MB a kernel.
 
   Raises:
     compiler.LibtpuMissingError: The compiler is not installed.
   """
-  out = pathlib.Path(directory)
-  profiles, schedules = out.with_suffix(".profiles"), out.with_suffix(".schedules")
-  request = compiler.Request(
-    builder=case.builder,
-    arguments=case.arguments,
-    directory=directory,
-    full=True,
-    time_limit=time_limit,
-    init_args=(
-      f"--xla_jf_dump_static_llo_profile_to={profiles} --xla_jf_dump_to={schedules}"
-      " --xla_jf_dump_llo_text=true"
-    ),
-  )
   try:
-    result = compiler.compile_program(request)
-    cycles = profile.read_cycles(profiles)
-    found = profile.read(result.hlo.read_text(), case.kernel, cycles, schedules)
-    seconds = result.stages["compiled"] - result.stages["lowered"]
-    return make_row(case, found, seconds)
+    return _compile(case, directory, time_limit, simulate=True)
   except compiler.LibtpuMissingError:
     raise
+  except compiler.CompilerAbortedError as error:
+    if "Static LLO profiling" not in str(error):
+      return _failed(case, error)
   except (compiler.CompileError, profile.NoProfileError) as error:
-    return Row(
-      name=case.name,
-      part=case.part,
-      gflop=case.flops / 1e9,
-      mib=case.bytes / 2**20,
-      floor_us=floor_seconds(case) * 1e6,
-      error=str(error),
+    return _failed(case, error)
+  try:
+    return _compile(case, directory, time_limit, simulate=False)
+  except (compiler.CompileError, profile.NoProfileError) as error:
+    return _failed(case, error)
+
+
+def _failed(case: KernelCase, error: Exception) -> Row:
+  return Row(
+    name=case.name,
+    part=case.part,
+    gflop=case.flops / 1e9,
+    mib=case.bytes / 2**20,
+    floor_us=floor_seconds(case) * 1e6,
+    error=str(error),
+  )
+
+
+def _compile(case: KernelCase, directory: str, time_limit: float, *, simulate: bool) -> Row:
+  out = pathlib.Path(directory)
+  profiles, schedules = out.with_suffix(".profiles"), out.with_suffix(".schedules")
+  flags = [f"--xla_jf_dump_to={schedules}", "--xla_jf_dump_llo_text=true"]
+  if simulate:
+    flags.append(f"--xla_jf_dump_static_llo_profile_to={profiles}")
+  try:
+    result = compiler.compile_program(
+      compiler.Request(
+        builder=case.builder,
+        arguments=case.arguments,
+        directory=directory,
+        full=True,
+        time_limit=time_limit,
+        init_args=" ".join(flags),
+      )
     )
+    found = profile.read(
+      result.hlo.read_text(),
+      case.kernel,
+      profile.read_cycles(profiles) if simulate else None,
+      schedules,
+    )
+    return make_row(case, found, result.stages["compiled"] - result.stages["lowered"])
   finally:
     for folder in (out, profiles, schedules):
       shutil.rmtree(folder, ignore_errors=True)
@@ -139,17 +170,20 @@ def cells(row: Row) -> list[str]:
   if row.error:
     reason = row.error.splitlines()[0][:90]
     return [*sizes, f"none: {reason}", f"{row.floor_us:.0f}", *[""] * 7]
+  known = lambda text: text if row.ratio else "-"
   return [
     *sizes,
-    *(f"{row.cycles:,}", f"{row.floor_us:.0f}", f"{row.static_us:.0f}", f"{row.ratio:.2f}"),
-    *(f"{row.peak:.0%}", f"{row.vmem_mib:.1f}", str(row.spills), f"{row.bundles:,}"),
-    f"{row.compile_s:.0f}",
+    f"{row.cycles:,}" if row.cycles else "-",
+    f"{row.floor_us:.0f}",
+    *(known(f"{row.static_us:.0f}"), known(f"{row.ratio:.2f}"), known(f"{row.peak:.0%}")),
+    *(f"{row.vmem_mib:.1f}", str(row.spills), f"{row.bundles:,}", f"{row.compile_s:.0f}"),
   ]
 
 
 def line(row: Row) -> str:
   """One line of progress."""
-  return f"{row.name}: {row.error or f'{row.cycles:,} cycles, {row.ratio:.2f} x the floor'}"
+  said = row.error or row.note or f"{row.ratio:.2f} x the floor"
+  return f"{row.name}: {row.cycles:,} cycles; {said}"
 
 
 def show(rows: Sequence[Row], console: Console | None = None) -> None:
@@ -163,6 +197,9 @@ def show(rows: Sequence[Row], console: Console | None = None) -> None:
   for row in rows:
     table.add_row(*cells(row))
   console.print(table)
+  for row in rows:
+    if row.error or row.note:
+      console.print(f"{row.name}: {row.error or row.note}", highlight=False, markup=False)
 
 
 def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -177,9 +214,9 @@ def write_json(rows: Sequence[Row], path: str) -> None:
 
 def markdown(rows: Sequence[Row]) -> str:
   """The table in Markdown, with the part of the work each case is."""
-  headings = [*HEADINGS, "part"]
+  headings = [*HEADINGS, "part", "note"]
   lines = ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
-  lines += ["| " + " | ".join([*cells(row), row.part]) + " |" for row in rows]
+  lines += ["| " + " | ".join([*cells(row), row.part, row.note]) + " |" for row in rows]
   return "\n".join(lines) + "\n"
 
 
@@ -195,7 +232,7 @@ def plot(rows: Sequence[Row], path: str) -> None:
   matplotlib.use("Agg")
   from matplotlib import pyplot as plt
 
-  live = [row for row in rows if not row.error]
+  live = [row for row in rows if row.ratio]
   figure, axes = plt.subplots(figsize=(10, 1 + 0.35 * max(len(live), 1)), layout="constrained")
   bars = axes.barh([row.name for row in live], [row.ratio for row in live])
   axes.bar_label(bars, labels=[f"{row.ratio:.2f}" for row in live], padding=3)
