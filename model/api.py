@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from model import cache as cache_lib
 from model import config as config_lib
-from model import layers, qwen3_5
+from model import layers, placement, qwen3_5
 
 Params = dict[str, Any]
 Cache = cache_lib.Cache
@@ -159,7 +159,8 @@ def unembed(params: Params, hidden: Float[Array, "... h"]) -> Float[Array, "... 
 
 
 def _embed(config, options, params, tokens):
-  return params["embed"]["embedding"].astype(jnp.dtype(options.activation_dtype))[tokens]
+  table = params["embed"]["embedding"].astype(jnp.dtype(options.activation_dtype))
+  return placement.rows(table[tokens])
 
 
 def _context(config, options, segment_ids, positions) -> layers.Context:

@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from model import attention, gated_delta_net, layers, moe
+from model import attention, gated_delta_net, layers, moe, placement
 from model import config as config_lib
 
 
@@ -49,13 +49,13 @@ class _DecoderLayer(nnx.Module):
 
   def __call__(self, x, context: layers.Context, replay=None, cache=None):
     mixed, cache = self._mixer(self.input_norm(x), context, cache)
-    x = x + mixed
+    x = placement.rows(x + mixed)
     normed = self.post_norm(x)
     if self.sparse:
       out, routing = self.mlp(normed, context.segment_ids, replay)
     else:
       out, routing = self.mlp(normed), None
-    return x + out, routing, cache
+    return placement.rows(x + out), routing, cache
 
 
 class GdnLayer(_DecoderLayer):

@@ -1,0 +1,121 @@
+"""Compiles the trainer's own programs for a TPU that is not there, and reports on them.
+
+bazel run //tools:aot_compile -- --model_preset=27B --mesh=128x1x1 --topology=tpu7x:4x4x4 \
+  --micro_batch_rows=128 --row_tokens=8192
+
+Takes the trainer's flags.  The three programs of a step (first micro-batch, accumulate, update) are
+compiled one after another, each in a process of its own, by default only as far as the schedule and
+the memory: a fast verdict.  --full goes through code generation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import sys
+import tempfile
+
+from kernels.base import cli, mesh, options
+from rl import recipes, refusals, trainer_options
+from tools.aot import trainer_programs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AotOptions:
+  """What is compiled, for which chips, how far, and where the reports go."""
+
+  topology: str = options.option("tpu7x:4x4x8", help="TPU topology, chips along the torus.")
+  mesh: str = options.option(
+    "256x1x1", help="Devices: fsdp x expert x context.", check=mesh.fault
+  )
+  programs: tuple[str, ...] = options.option(
+    trainer_programs.PROGRAMS, help="Programs to compile.", choices=trainer_programs.PROGRAMS
+  )
+  groups: int | None = options.option(
+    None, help="Cut the model to so many groups of layers; empty for the whole model.", minimum=1
+  )
+  full: bool = options.option(False, help="Go through code generation.")
+  serialize: bool = options.option(False, help="With full, save the serialized executables.")
+  compile_time_limit: float = options.option(600.0, help="Seconds for each program.", minimum=1.0)
+  compile_memory_gib: float = options.option(
+    16.0, help="GiB of memory that a compiling process may take.", minimum=0.5
+  )
+  reports: str | None = options.option(
+    None, help="Directory for reports, plots and what the compiler wrote; empty to keep nothing."
+  )
+  rows: int = options.option(25, help="Rows of the longer tables.", minimum=1)
+
+
+def run(settings: options.Settings) -> int:
+  """Compiles, reports, and prices the step."""
+  from tools.aot import compiler, files, narrow, show
+
+  os.chdir(os.environ.get("BUILD_WORKING_DIRECTORY", "."))
+  if settings.serialize and not settings.full:
+    raise options.UserError("--serialize needs --full: there is no executable before")
+  grid = files.grid_of(settings.mesh, ())
+  own = {opt.name for opt in options.declared(AotOptions)}
+  values = {k: v for k, v in settings.as_dict().items() if k not in own}
+  seconds = {}
+  fits = True
+  with tempfile.TemporaryDirectory() as scratch:
+    out = pathlib.Path(settings.reports or scratch)
+    out.mkdir(parents=True, exist_ok=True)
+    for program in settings.programs:
+      request = compiler.Request(
+        builder="tools.aot.trainer_programs:lower",
+        arguments={
+          "program": program,
+          "options": values,
+          "topology": settings.topology,
+          "mesh": settings.mesh,
+          "groups": settings.groups,
+        },
+        directory=str(out / program),
+        full=settings.full,
+        serialize=settings.serialize,
+        time_limit=settings.compile_time_limit,
+        memory_limit=settings.compile_memory_gib * 2**30,
+      )
+      try:
+        result = compiler.compile_program(request)
+      except compiler.CompileError as error:
+        raise options.UserError(f"{program}: {error}") from error
+      made = narrow.of_result(result, grid, program)
+      fits &= result.verdict.fits
+      print(
+        f"{program}: {result.seconds:.1f} s"
+        f" (lowered at {result.stages.get('lowered', 0.0):.1f} s),"
+        f" {result.peak_rss_bytes / 2**30:.1f} GiB of memory; {result.verdict}"
+      )
+      show.show(made, rows=settings.rows)
+      show.write_json(made, str(out / f"{program}.json"))
+      show.plot(made, str(out / f"{program}.png"))
+      seconds[program] = made.seconds
+  print(step_line(seconds, settings.num_micro_batches or 1))
+  return 0 if fits else 1
+
+
+def step_line(seconds: dict[str, float], micro_batches: int) -> str:
+  """The estimate of a whole step, where all its programs were compiled."""
+  if set(seconds) != set(trainer_programs.PROGRAMS):
+    return "a step is priced where all its programs are compiled"
+  more = (micro_batches - 1) * seconds["accumulate"]
+  step = seconds["first_micro_batch"] + more + seconds["update"]
+  return f"estimated step of {micro_batches} micro-batches: {step:.3f} s"
+
+
+def main(argv: list[str] | None = None) -> None:
+  """Parses the trainer's command line, its recipe first, and compiles."""
+  cli.main(
+    run,
+    components=(*trainer_options.COMPONENTS, AotOptions),
+    rules=refusals.RULES,
+    description=__doc__ or "",
+    argv=recipes.expand(sys.argv if argv is None else argv),
+  )
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,136 @@
+"""The trainer's own three programs, lowered for a TPU topology from the trainer's own options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+PROGRAMS = ("first_micro_batch", "accumulate", "update")
+
+
+def lower(
+  *, program: str, options: Mapping[str, Any], topology: str, mesh: str, groups: int | None = None
+) -> Any:
+  """Lowers one program.
+
+  Args:
+    program: One of `PROGRAMS`.
+    options: The trainer's option values by name.
+    topology: TPU topology, such as tpu7x:4x4x8.
+    mesh: fsdp x expert x context; its devices are the topology's first ones.
+    groups: Cut the model to so many groups of layers; None for all of them.
+
+  Returns:
+    The lowered program.
+
+  Raises:
+    kernels.base.options.UserError: The options do not describe a step.
+  """
+  import jax
+  import jax.numpy as jnp
+  import numpy as np
+  from jax.experimental import topologies
+
+  from kernels.base.mesh import MeshShape
+  from kernels.base.options import UserError
+  from model import api
+  from rl import optimizer, packing, sharding, train_step
+
+  settings = settings_of(options)
+  config, model_options, loss, batch_options, optimizer_options = parts(settings, groups)
+  shape = MeshShape.parse(mesh)
+  devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+  if shape.devices > len(devices):
+    raise UserError(f"--mesh={mesh} has {shape.devices} devices, {topology} {len(devices)}")
+  if shape.devices == len(devices):
+    made = topologies.make_mesh(
+      topologies.get_topology_desc(platform="tpu", topology_name=topology),
+      tuple(shape.in_device_order.values()),
+      tuple(shape.in_device_order),
+    )
+    devices = list(np.asarray(made.devices).flat)
+  layout = sharding.plan(config, sharding.make_mesh(shape, devices[: shape.devices]))
+
+  rows, tokens = batch_options.micro_batch_rows, batch_options.row_tokens
+  if rows % shape.fsdp:
+    raise UserError(
+      f"--micro_batch_rows={rows} does not divide over fsdp = {shape.fsdp}; give a multiple"
+    )
+  struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=layout.rows)
+  per_token = lambda dtype: struct((rows, tokens), dtype)
+  per_segment = lambda dtype: struct((rows, batch_options.max_segments_per_row), dtype)
+  recorded = loss.loss != "sft" and not loss.force_on_policy_ratio
+  penalty = loss.loss != "sft" and loss.reference_policy_kl_penalty > 0
+  replay = getattr(settings, "replay_routed_experts", False)
+  batch = packing.PackedBatch(
+    tokens=per_token(jnp.int32),
+    segment_ids=per_token(jnp.int32),
+    positions=per_token(jnp.int32),
+    loss_mask=per_token(jnp.float32),
+    advantages=per_token(jnp.float32),
+    sampler_logprobs=per_token(jnp.float32),
+    old_logprobs=per_token(jnp.float32) if recorded else None,
+    reference_logprobs=per_token(jnp.float32) if penalty else None,
+    routed_experts=struct(
+      (rows, tokens, config.num_hidden_layers, config.num_experts_per_tok), jnp.int16
+    )
+    if replay and config.is_moe
+    else None,
+    segment_valid=per_segment(jnp.float32),
+    segment_truncated=per_segment(jnp.float32),
+    segment_reward=per_segment(jnp.float32),
+    segment_index=per_segment(jnp.int32),
+  )
+  placed = lambda tree: jax.tree.map(
+    lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where),
+    tree,
+    layout.like_parameters(tree),
+  )
+  functions = train_step.make_functions(config, model_options, loss, optimizer_options)
+  compiled = train_step.compile_programs(sharding.constrained(functions, layout))
+  weights = placed(api.abstract_params(config, model_options))
+  if program == "first_micro_batch":
+    traced = compiled.first_micro_batch.trace(weights, batch)
+  else:
+    sums = placed(jax.eval_shape(functions.first_micro_batch, weights, batch))
+    if program == "accumulate":
+      traced = compiled.accumulate.trace(weights, sums, batch)
+    elif program == "update":
+      state = placed(jax.eval_shape(lambda p: optimizer.init_state(p, optimizer_options), weights))
+      scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=layout.replicated)
+      traced = compiled.update.trace(state, sums, optimizer.HyperParameters(scalar, scalar))
+    else:
+      raise UserError(f"no program {program!r}: want one of {', '.join(PROGRAMS)}")
+  return traced.lower(lowering_platforms=("tpu",))
+
+
+def settings_of(values: Mapping[str, Any]):
+  """The trainer's settings from plain values by name; lists stand for tuples."""
+  from kernels.base.options import Settings
+  from rl import trainer_options
+
+  plain = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+  return Settings(trainer_options.COMPONENTS, plain)
+
+
+def parts(settings, groups: int | None):
+  """Model, model options, loss, batch and optimizer options of the trainer's settings."""
+  import dataclasses
+
+  from model import config as model_config
+  from rl import config as rl_config
+
+  if settings.checkpoint:
+    model = model_config.ModelConfig.from_file(settings.checkpoint)
+  else:
+    model = model_config.preset(settings.model_preset)
+  if groups is not None:
+    layers = groups * model.full_attention_interval
+    model = dataclasses.replace(model, num_hidden_layers=layers)
+  return (
+    model,
+    settings.of(model_config.ModelOptions),
+    settings.of(rl_config.LossOptions),
+    settings.of(rl_config.BatchOptions),
+    settings.of(rl_config.OptimizerOptions),
+  )
