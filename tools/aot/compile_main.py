@@ -1,6 +1,6 @@
 """Compiles the trainer's own programs for a TPU that is not there, and reports on them.
 
-bazel run //tools:aot_compile -- --model_preset=27B --mesh=128x1x1 --topology=tpu7x:4x4x4 \
+bazel run //tools:aot_compile -- --recipe=none --model_preset=27B --mesh=128x1x1 --topology=tpu7x:4x4x4 \
   --micro_batch_rows=128 --row_tokens=8192
 
 Takes the trainer's flags.  The three programs of a step (first micro-batch, accumulate, update) are
@@ -15,6 +15,7 @@ import os
 import pathlib
 import sys
 import tempfile
+from typing import Any
 
 from kernels.base import cli, mesh, options
 from rl import recipes, refusals, trainer_options
@@ -26,9 +27,7 @@ class AotOptions:
   """What is compiled, for which chips, how far, and where the reports go."""
 
   topology: str = options.option("tpu7x:4x4x8", help="TPU topology, chips along the torus.")
-  mesh: str = options.option(
-    "256x1x1", help="Devices: fsdp x expert x context.", check=mesh.fault
-  )
+  mesh: str = options.option("256x1x1", help="Devices: fsdp x expert x context.", check=mesh.fault)
   programs: tuple[str, ...] = options.option(
     trainer_programs.PROGRAMS, help="Programs to compile.", choices=trainer_programs.PROGRAMS
   )
@@ -47,6 +46,15 @@ class AotOptions:
   rows: int = options.option(25, help="Rows of the longer tables.", minimum=1)
 
 
+COMPONENTS = (*trainer_options.COMPONENTS, AotOptions)
+
+
+def trainer_values(settings: options.Settings) -> dict[str, Any]:
+  """The trainer's option values, without this tool's own."""
+  own = {opt.name for opt in options.declared(AotOptions)}
+  return {name: value for name, value in settings.as_dict().items() if name not in own}
+
+
 def run(settings: options.Settings) -> int:
   """Compiles, reports, and prices the step."""
   from tools.aot import compiler, files, narrow, show
@@ -55,8 +63,7 @@ def run(settings: options.Settings) -> int:
   if settings.serialize and not settings.full:
     raise options.UserError("--serialize needs --full: there is no executable before")
   grid = files.grid_of(settings.mesh, ())
-  own = {opt.name for opt in options.declared(AotOptions)}
-  values = {k: v for k, v in settings.as_dict().items() if k not in own}
+  values = trainer_values(settings)
   seconds = {}
   fits = True
   with tempfile.TemporaryDirectory() as scratch:
@@ -110,7 +117,7 @@ def main(argv: list[str] | None = None) -> None:
   """Parses the trainer's command line, its recipe first, and compiles."""
   cli.main(
     run,
-    components=(*trainer_options.COMPONENTS, AotOptions),
+    components=COMPONENTS,
     rules=refusals.RULES,
     description=__doc__ or "",
     argv=recipes.expand(sys.argv if argv is None else argv),

@@ -87,7 +87,7 @@ def lower(
     layout.like_parameters(tree),
   )
   functions = train_step.make_functions(config, model_options, loss, optimizer_options)
-  compiled = train_step.compile_programs(sharding.constrained(functions, layout))
+  compiled: Any = train_step.compile_programs(sharding.constrained(functions, layout))
   weights = placed(api.abstract_params(config, model_options))
   if program == "first_micro_batch":
     traced = compiled.first_micro_batch.trace(weights, batch)

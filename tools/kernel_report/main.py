@@ -49,9 +49,9 @@ def run(settings: options.Settings) -> int:
       row = report.profile_case(case, f"{scratch}/{number}", settings.time_limit)
       print(report.line(row), flush=True)
       rows.append(row)
+      if settings.json:  # after each: a compile can take minutes
+        report.write_json(rows, settings.json)
   report.show(rows)
-  if settings.json:
-    report.write_json(rows, settings.json)
   if settings.markdown:
     report.write_markdown(rows, settings.markdown)
   if settings.plot:

@@ -1,0 +1,70 @@
+"""The trainer's own programs: what is compiled follows its flags, and one of them for real."""
+
+import json
+
+import pytest
+
+from kernels.base import options
+from tools.aot import compile_main, compiler, files, narrow, trainer_programs
+
+SMALL = {"model_preset": "tiny", "row_tokens": 64, "micro_batch_rows": 8, "logps_chunk_size": 32}
+
+
+def test_options_reach_the_program():
+  settings = trainer_programs.settings_of({**SMALL, "stop_ids": [1, 2]})
+  assert settings.row_tokens == 64 and settings.stop_ids == (1, 2)
+  model, _, loss, batch, _ = trainer_programs.parts(settings, None)
+  assert (model.num_hidden_layers, loss.logps_chunk_size, batch.micro_batch_rows) == (4, 32, 8)
+  cut = trainer_programs.parts(trainer_programs.settings_of({"model_preset": "35B-A3B"}), 1)[0]
+  assert cut.num_hidden_layers == 4 and cut.hidden_size == 2048 and cut.is_moe
+
+
+def test_flags_are_the_trainers_and_its_own():
+  settings = options.Settings(compile_main.COMPONENTS, {"row_tokens": 128, "mesh": "8x1x1"})
+  values = compile_main.trainer_values(settings)
+  assert values["row_tokens"] == 128 and "topology" not in values and "mesh" not in values
+  assert json.loads(json.dumps(values)) == values
+  assert trainer_programs.settings_of(values).row_tokens == 128
+
+
+def test_a_step_is_priced_from_its_programs():
+  seconds = {"first_micro_batch": 2.0, "accumulate": 3.0, "update": 0.5}
+  assert "9 micro-batches: 26.500 s" in compile_main.step_line(seconds, 9)
+  assert "all its programs" in compile_main.step_line({"update": 1.0}, 9)
+
+
+def request(tmp_path, **changes):
+  arguments = {
+    "program": "first_micro_batch",
+    "options": SMALL,
+    "topology": "tpu7x:2x2x1",
+    "mesh": "8x1x1",
+  }
+  return compiler.Request(
+    builder="tools.aot.trainer_programs:lower",
+    arguments=arguments | changes,
+    directory=str(tmp_path / "out"),
+    time_limit=400.0,
+  )
+
+
+def test_a_micro_batch_compiles_for_eight_devices(tmp_path):
+  result = compiler.compile_program(request(tmp_path))
+  made = narrow.of_result(result, files.grid_of("8x1x1", ()), "first_micro_batch")
+  assert result.verdict.fits
+  kinds = {(row.kind, row.axes) for row in made.collectives if row.loops}
+  assert ("all-gather", ("fsdp",)) in kinds  # weights, layer by layer
+  assert any(row.path[-1] == 3 for row in made.loops)  # the Gated DeltaNet layers of the group
+
+
+@pytest.mark.parametrize(
+  "changes, words",
+  [
+    ({"mesh": "4x2x1"}, "only fsdp is sharded"),
+    ({"mesh": "16x1x1"}, "16 devices, tpu7x:2x2x1 8"),
+    ({"options": {**SMALL, "micro_batch_rows": 9}}, "does not divide over fsdp = 8"),
+  ],
+)
+def test_what_cannot_be_is_refused(tmp_path, changes, words):
+  with pytest.raises(compiler.ProgramError, match=words):
+    compiler.compile_program(request(tmp_path, **changes))
