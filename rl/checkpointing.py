@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -174,13 +175,14 @@ class Store:
     """
     path = self._directory / f"{number:010d}" / "arrays"
     abstract = jax.tree.map(_abstract, like)
+    restore_args = jax.tree.map(
+      lambda leaf, known: known if leaf.sharding is not None else ocp.RestoreArgs(np.ndarray),
+      abstract,
+      ocp.checkpoint_utils.construct_restore_args(abstract),
+    )
     try:
       restored = self._checkpointer.restore(
-        path,
-        args=ocp.args.PyTreeRestore(
-          item=abstract,
-          restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
-        ),
+        path, args=ocp.args.PyTreeRestore(item=abstract, restore_args=restore_args)
       )
     except (ValueError, KeyError) as error:
       raise options.UserError(f"{path}: is of another model or optimizer: {error}") from None
@@ -189,7 +191,7 @@ class Store:
         raise options.UserError(
           f"{path}: holds {got.dtype}{list(got.shape)} where {want.dtype}{list(want.shape)} is due"
         )
-    return restored
+    return jax.tree.map(jnp.asarray, restored)
 
   def close(self) -> None:
     """Waits for the save under way and lets Orbax's threads go."""
@@ -224,7 +226,10 @@ def _detached(leaf: Any) -> Any:
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
+  # What was put nowhere in particular stays so: a program compiled for the one would be compiled
+  # again for the other.
+  placed = getattr(leaf, "sharding", None) if getattr(leaf, "_committed", True) else None
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed)
 
 
 def _digest(path: pathlib.Path) -> str:

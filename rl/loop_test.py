@@ -160,12 +160,18 @@ def test_json_lines_task(tmp_path):
 
 def test_recorded_step_needs_whole_groups(whole, tmp_path):
   where, _, _ = whole
-  lines = (where / "rollouts.jsonl").read_text().splitlines()
-  (tmp_path / "cut.jsonl").write_text("\n".join(lines[:-1]))
-  with pytest.raises(options.UserError, match="group .* has 3 trajectories"):
-    setup.build(
-      settings_of(f"--rollouts={tmp_path / 'cut.jsonl'}", f"--output_dir={tmp_path / 'o'}")
-    )
+  records = [json.loads(line) for line in (where / "rollouts.jsonl").read_text().splitlines()]
+
+  def build(changed):
+    path = tmp_path / "changed.jsonl"
+    path.write_text("\n".join(map(json.dumps, changed)))
+    setup.build(settings_of(f"--rollouts={path}", f"--output_dir={tmp_path / 'o'}"))
+
+  with pytest.raises(options.UserError, match="15 trajectories do not divide into steps"):
+    build(records[:-1])
+  records[0]["group_id"] = records[4]["group_id"]
+  with pytest.raises(options.UserError, match="group 0 has 3 trajectories, want 4"):
+    build(records)
 
 
 def test_saved_rollouts_read_back(whole):
