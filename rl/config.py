@@ -228,8 +228,13 @@ class OptimizerOptions:
 
   learning_rate: float | None = option(
     None,
-    help="Constant learning rate; empty for 1e-6 * sqrt(trajectories of a step / 256).",
+    help="Learning rate; empty for 1e-6 * sqrt(trajectories of a step / 256).",
     minimum=0.0,
+  )
+  learning_rate_decay_steps: int | None = option(
+    None,
+    help="The learning rate falls linearly, to 0 after this many steps; empty for a constant one.",
+    minimum=1,
   )
   adam_b1: float = option(0.9, help="Decay of the first moment.", minimum=0.0, maximum=1.0)
   adam_b2: float = option(0.999, help="Decay of the second moment.", minimum=0.0, maximum=1.0)

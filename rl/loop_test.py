@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+import tokenizers
 
 from kernels.base import cli, options
 from rl import loop, metrics_log, recipes, refusals, rollouts, setup, trainer_options
@@ -21,6 +23,10 @@ SMALL = (
   "--generations_per_prompt=4 --micro_batch_rows=4 --sampler_slots=16 --prefill_rows=4 "
   "--eval_problems=16 --checkpoint_every=2 --warmup_target=1.0"
 ).split()
+
+
+# Saved by transformers' own save_pretrained.
+ORACLE = "tests/data/oracle/moe"
 
 
 def settings_of(*flags):
@@ -146,9 +152,47 @@ def test_lagging_rollouts_carry_their_version_and_survive_a_resume(tmp_path):
   assert again == weights
 
 
+def test_supervised_loss_trains_on_the_demonstrations(tmp_path):
+  train(f"--output_dir={tmp_path}", "--loss=sft", "--warmup_steps=0", "--learning_rate=3e-3")
+  records = metrics_log.read(tmp_path / "metrics.jsonl")
+  assert records[-1]["loss"] < records[0]["loss"]
+  assert all(r["reward_mean"] == 1.0 and r["demonstration_probability"] < 1 for r in records)
+
+
+def test_tokenizer_of_another_model_is_refused(tmp_path):
+  vocabulary = {f"w{i}": i for i in range(513)}
+  made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
+  made.save(str(tmp_path / "tokenizer.json"))
+  shutil.copy(f"{ORACLE}/config.json", tmp_path)
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "w1"}))
+  with pytest.raises(options.UserError, match="tokenizer has 513 ids, the model's vocabulary 512"):
+    setup.build(settings_of(f"--checkpoint={tmp_path}", f"--output_dir={tmp_path / 'o'}"))
+
+
 def test_stop_at_target_accuracy(tmp_path):
   train(f"--output_dir={tmp_path}", "--target_accuracy=0.0", "--eval_every=3")
   assert steps(tmp_path / "metrics.jsonl") == [1, 2, 3]
+
+
+def test_from_a_checkpoint_made_by_transformers(tmp_path):
+  flags = [
+    f"--checkpoint={ORACLE}",
+    f"--output_dir={tmp_path}",
+    "--recipe=sort",
+    "--warmup_steps=0",
+    "--max_steps=2",
+    "--overlong_filtering=true",
+  ]
+  parts = setup.build(settings_of(*flags))
+  assert parts.model_options.dtype == "float32"
+  start = fingerprint(parts.initial_params())
+  weights, _ = train(*flags)
+  # Random weights earn nothing, so the policy loss alone moves nothing but by its entropy bonus.
+  assert weights != start
+  exported = parts.export(parts.initial_params())
+  assert fingerprint(setup.load_exported(parts, exported)) == start
+  names = {p.name for p in pathlib.Path(ORACLE).iterdir()} & {"generation_config.json"}
+  assert names <= {p.name for p in exported.iterdir()}
 
 
 def test_json_lines_task(tmp_path):

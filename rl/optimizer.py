@@ -79,14 +79,16 @@ def hyper_parameters(
   Args:
     options: Given values stand as they are; empty ones follow the benchmark, 1e-6 * sqrt(B / 256)
       and 0.125 * sqrt(256 / B) for B trajectories a step.
-    step: The step, counted over the whole run, restarts included.
+    step: The step, from 1, counted over the whole run, restarts included.
     trajectories_per_step: B.
   """
-  del step  # Constant; a schedule would be a function of it.
   scale = math.sqrt(trajectories_per_step / _REFERENCE_BATCH)
   rate, clip = options.learning_rate, options.gradient_clip
+  rate = _LEARNING_RATE * scale if rate is None else rate
+  if options.learning_rate_decay_steps is not None:
+    rate *= max(0.0, 1.0 - (step - 1) / options.learning_rate_decay_steps)
   return HyperParameters(
-    learning_rate=jnp.float32(_LEARNING_RATE * scale if rate is None else rate),
+    learning_rate=jnp.float32(rate),
     gradient_clip=jnp.float32(_GRADIENT_CLIP / scale if clip is None else clip),
   )
 

@@ -147,6 +147,12 @@ def test_rate_and_clip_follow_the_batch_unless_given():
   )
 
 
+def test_learning_rate_falls_linearly_and_stays_at_zero():
+  given = OptimizerOptions(learning_rate=0.5, learning_rate_decay_steps=4)
+  rates = [float(optimizer.hyper_parameters(given, s, 8).learning_rate) for s in (1, 2, 4, 5, 9)]
+  assert rates == [0.5, 0.375, 0.125, 0.0, 0.0]
+
+
 def test_zero_rate_leaves_weights_bit_identical():
   params = _params(dtype=jnp.bfloat16)
   state = optimizer.init_state(params, ALL)

@@ -22,14 +22,15 @@ _SMALL = {
 }
 
 # Rewards minus the mean of the group's others, as they are; an entropy bonus keeps the samples of
-# a prompt apart; sampler and trainer are the same float32 model, so that the correction is idle.
+# a prompt apart, and the falling learning rate lets the score settle; sampler and trainer are the
+# same float32 model, so that the correction is idle.
 _POLICY = {
   "advantage_estimator": "rloo",
   # A sample that does not end is a failure, not an accident of the length limit.
   "overlong_filtering": "false",
   "truncated_importance_sampling_type": "tis",
   "adam_b2": "0.95",
-  "gradient_clip": "1.0",
+  "gradient_clip": "0.5",
 }
 
 RECIPES: dict[str, dict[str, str]] = {
@@ -40,11 +41,12 @@ RECIPES: dict[str, dict[str, str]] = {
     "prompts_per_step": "32",
     "generations_per_prompt": "8",
     "micro_batch_rows": "37",
-    "learning_rate": "5e-4",
+    "learning_rate": "6e-4",
+    "learning_rate_decay_steps": "240",
     "entropy_bonus": "0.02",
     "warmup_steps": "300",
-    "max_steps": "180",
-    "eval_every": "30",
+    "max_steps": "200",
+    "eval_every": "40",
   },
   "add": {
     **_SMALL,
@@ -53,7 +55,8 @@ RECIPES: dict[str, dict[str, str]] = {
     "prompts_per_step": "64",
     "generations_per_prompt": "8",
     "micro_batch_rows": "74",
-    "learning_rate": "5e-4",
+    "learning_rate": "6e-4",
+    "learning_rate_decay_steps": "300",
     "entropy_bonus": "0.02",
     "warmup_steps": "600",
     "max_steps": "250",

@@ -405,7 +405,7 @@ class LocalSampler:
       lengths[row] = len(prompt)
     prompts = _Prefilled(
       self._fresh_cache(),
-      jnp.zeros((self._rows, self._config.hidden_size), self._model_options.dtype),
+      jnp.zeros((self._rows, self._config.hidden_size), self._model_options.activation_dtype),
     )
     routed = []
     for start in range(0, padded, self._chunk):

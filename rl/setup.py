@@ -102,6 +102,7 @@ class Setup:
         optimizer=dataclasses.replace(
           settings.of(config.OptimizerOptions),
           learning_rate=settings.warmup_learning_rate,
+          learning_rate_decay_steps=None,
         ),
       ),
       params,
@@ -181,6 +182,7 @@ def build(settings: options.Settings) -> Setup:
     if directory is None
     else model_config.ModelConfig.from_file(directory)
   )
+  model_options = settings.of(model_config.ModelOptions).for_checkpoint(directory)
   text = tokenizer.load(directory, system_prompt=settings.system_prompt)
   if text.vocab_size > model.vocab_size and run.rollouts is None:
     raise options.UserError(
@@ -208,7 +210,7 @@ def build(settings: options.Settings) -> Setup:
     )
     local = _local_sampler(
       model,
-      settings.of(model_config.ModelOptions),
+      model_options,
       settings.of(run_config.SamplerOptions),
       tuple(settings.stop_ids or text.stop_ids),
       with_routed_experts=settings.replay_routed_experts,
@@ -228,7 +230,7 @@ def build(settings: options.Settings) -> Setup:
   return Setup(
     settings=settings,
     model=model,
-    model_options=settings.of(model_config.ModelOptions),
+    model_options=model_options,
     tokenizer=text,
     task=made_task,
     sampler=local,
