@@ -214,7 +214,7 @@ def test_recorded_step_needs_whole_groups(whole, tmp_path):
   with pytest.raises(options.UserError, match="15 trajectories do not divide into steps"):
     build(records[:-1])
   records[0]["group_id"] = records[4]["group_id"]
-  with pytest.raises(options.UserError, match="group 0 has 3 trajectories, want 4"):
+  with pytest.raises(options.UserError, match=r"group \d has \d trajectories, want 4"):
     build(records)
 
 
