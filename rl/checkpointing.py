@@ -21,6 +21,7 @@ import os
 import pathlib
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -117,7 +118,13 @@ class Store:
       self._fail(partial)
 
   def _fail(self, partial: pathlib.Path) -> None:
-    shutil.rmtree(partial, ignore_errors=True)  # Gives its room back.
+    """Removes what was written, to give its room back."""
+    # Another of Orbax's threads may still be adding files when the first error surfaces.
+    for _ in range(100):
+      shutil.rmtree(partial, ignore_errors=True)
+      if not partial.exists():
+        return
+      time.sleep(0.1)
 
   def wait(self) -> None:
     """Returns once the save under way is committed.
