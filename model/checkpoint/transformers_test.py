@@ -35,12 +35,14 @@ def _params(config):
     ("tiny", "per_expert", 100_000),
     ("tiny_moe", "per_expert", 100_000),
     ("tiny_moe", "fused", 5_000_000),
+    ("tied, with a tail", "per_expert", 5_000_000),
   ],
 )
 def test_transformers_computes_the_same_logits(tmp_path, preset, experts, limit, prefix):
   python = os.environ.get("TRANSFORMERS_PYTHON")
   assert python, "give --test_env=TRANSFORMERS_PYTHON: an interpreter with torch and transformers"
-  config = config_lib.preset(preset)
+  tail = preset == "tied, with a tail"
+  config = fixtures.with_tail() if tail else config_lib.preset(preset)
   model_options = config_lib.ModelOptions(dtype="float32", remat_policy="none")
   params = _params(config)
   saving.save_params(
