@@ -15,13 +15,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kernels.base.options import UserError
 from rl.config import BatchOptions
 from rl.trajectory import Trajectory
+
+
+# Numpy arrays as packed, JAX arrays inside a program.
+AnyArray = Any
 
 
 class PackedBatch(NamedTuple):
@@ -46,19 +50,19 @@ class PackedBatch(NamedTuple):
     segment_index: int32 [R, K], its trajectory's place in the step's batch, -1 where none.
   """
 
-  tokens: np.ndarray
-  segment_ids: np.ndarray
-  positions: np.ndarray
-  loss_mask: np.ndarray
-  advantages: np.ndarray
-  sampler_logprobs: np.ndarray
-  old_logprobs: np.ndarray | None
-  reference_logprobs: np.ndarray | None
-  routed_experts: np.ndarray | None
-  segment_valid: np.ndarray
-  segment_truncated: np.ndarray
-  segment_reward: np.ndarray
-  segment_index: np.ndarray
+  tokens: AnyArray
+  segment_ids: AnyArray
+  positions: AnyArray
+  loss_mask: AnyArray
+  advantages: AnyArray
+  sampler_logprobs: AnyArray
+  old_logprobs: AnyArray | None
+  reference_logprobs: AnyArray | None
+  routed_experts: AnyArray | None
+  segment_valid: AnyArray
+  segment_truncated: AnyArray
+  segment_reward: AnyArray
+  segment_index: AnyArray
 
 
 @dataclasses.dataclass(frozen=True)

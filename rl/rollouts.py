@@ -136,7 +136,7 @@ def from_record(record: Any, name: str, *, vocab_size: int | None = None) -> Tra
     raise UserError(f"{name}: truncated must be true or false, not {truncated!r}")
   prompt = _array(record, "prompt_ids", np.int32, name)
   completion = _array(record, "completion_ids", np.int32, name)
-  optional = {"old_logprobs": None, "routed_experts": None}
+  optional: dict[str, np.ndarray | None] = {"old_logprobs": None, "routed_experts": None}
   if record.get("old_logprobs") is not None:
     optional["old_logprobs"] = _array(record, "old_logprobs", np.float32, name)
   if record.get("routed_experts") is not None:

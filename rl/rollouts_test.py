@@ -68,7 +68,7 @@ def test_routed_experts_of_the_completion_alone_leave_the_prompt_unset():
     ({"reward": "high"}, "reward must be a number"),
     ({"sampler_logprobs": [-0.1, float("nan"), -1.0]}, "not finite at entry 1"),
     ({"sampler_logprobs": [-0.1, -1.0]}, "sampler_logprobs has 2 entries for 3"),
-    ({"sampler_logprobs": [0.5, -1.0, -1.0]}, "above 0 at entry 0"),
+    ({"sampler_logprobs": [0.5, 0.1, 0.9]}, "want log-probs, not probabilities"),
     ({"loss_mask": [1, 0.5, 1]}, "want 0 or 1"),
     ({"completion_ids": [3, 4, 512]}, "token id 512 is outside the model's vocabulary of 512"),
     ({"completion_ids": [3, -4, 5]}, "negative"),

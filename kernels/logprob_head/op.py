@@ -128,11 +128,10 @@ def _dot_float32(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.A
     return lax.dot_general(a, b, dims, precision=lax.Precision.HIGHEST)
   # reduce_precision, not a cast there and back, which a compiler may drop.
   high = lax.reduce_precision(a, exponent_bits=8, mantissa_bits=7)
-  parts = (high, a - high)
-  return sum(
-    lax.dot_general(p.astype(jnp.bfloat16), b, dims, preferred_element_type=jnp.float32)
-    for p in parts
+  dot = lambda part: lax.dot_general(
+    part.astype(jnp.bfloat16), b, dims, preferred_element_type=jnp.float32
   )
+  return dot(high) + dot(a - high)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
