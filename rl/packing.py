@@ -23,7 +23,6 @@ from kernels.base.options import UserError
 from rl.config import BatchOptions
 from rl.trajectory import Trajectory
 
-
 # Numpy arrays as packed, JAX arrays inside a program.
 AnyArray = Any
 
