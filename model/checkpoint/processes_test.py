@@ -84,7 +84,7 @@ def run(tmp_path_factory):
     for i in range(2)
   ]
   try:
-    codes = [process.wait(timeout=240) for process in processes]
+    codes = [process.wait(timeout=800) for process in processes]
   finally:
     for process in processes:
       process.kill()
