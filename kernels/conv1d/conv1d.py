@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kernels.conv1d import reference
+from kernels.base import implementation as implementation_lib
+from kernels.conv1d import pallas_tpu, reference
+
+Tiles = pallas_tpu.Tiles
 
 
 def causal_conv1d_silu(
@@ -15,22 +21,84 @@ def causal_conv1d_silu(
   segment_ids: Int[Array, "B S"],
   window: Float[Array, "B taps-1 C"] | None = None,
   window_segment: Int[Array, " B"] | None = None,
+  *,
+  implementation: str = "reference",
+  tiles: Tiles | None = None,
 ) -> Float[Array, "B S C"]:
   """silu(causal depthwise convolution) whose taps never cross a segment boundary.
 
+  The backward pass recomputes the sum of taps from `x`, which is all that is kept.  The gradient
+  of the kernel is summed in float32.
+
   Args:
-    x: Inputs, any float type; sums are float32.
+    x: Inputs, float32 or bfloat16; sums are float32.
     kernel: One filter per channel; the last tap multiplies the current token.
     segment_ids: 0 is padding, whose outputs are zero.
     window: The taps - 1 inputs before the row; zeros when absent.
     window_segment: Segment the window belongs to; 1 when absent.
+    implementation: See `kernels.base.implementation`; `auto` is the reference for channels that
+      do not fill a TPU's lanes.
+    tiles: Tile sizes of the Pallas kernels.
+
+  Raises:
+    ValueError: Unknown implementation, or a filter the Pallas kernels do not take.
   """
+  implementation_lib.validate(implementation)
   batch, _, channels = x.shape
   if window is None:
     window = jnp.zeros((batch, kernel.shape[0] - 1, channels), x.dtype)
   if window_segment is None:
     window_segment = jnp.ones((batch,), segment_ids.dtype)
-  return reference.causal_conv1d_silu(x, kernel, segment_ids, window, window_segment)
+  if implementation == "auto" and channels % 128:
+    implementation = "reference"
+  if implementation == "reference":
+    return reference.causal_conv1d_silu(x, kernel, segment_ids, window, window_segment)
+  if not 2 <= kernel.shape[0] <= 8:
+    raise ValueError(f"{kernel.shape[0]} taps: the Pallas kernels take 2 to 8")
+  tiles = tiles or Tiles()
+  return _conv(
+    implementation, tiles, x, kernel, window.astype(x.dtype), segment_ids, window_segment
+  )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _conv(implementation, tiles, x, kernel, window, segment_ids, window_segment):
+  def pallas(x, kernel, window, segment_ids, window_segment, *, interpret):
+    bits = pallas_tpu.tap_bits(segment_ids, window_segment, kernel.shape[0])
+    return pallas_tpu.forward(x, kernel, bits, window, tiles=tiles, interpret=interpret)
+
+  def plain(x, kernel, window, segment_ids, window_segment):
+    return reference.causal_conv1d_silu(x, kernel, segment_ids, window, window_segment)
+
+  return implementation_lib.dispatch(
+    implementation, pallas, plain, x, kernel, window, segment_ids, window_segment
+  )
+
+
+def _conv_forward(implementation, tiles, *operands):
+  return _conv(implementation, tiles, *operands), operands
+
+
+def _conv_backward(implementation, tiles, operands, dy):
+  def pallas(x, kernel, window, segment_ids, window_segment, dy, *, interpret):
+    bits = pallas_tpu.tap_bits(segment_ids, window_segment, kernel.shape[0])
+    dx, dw, dwindow = pallas_tpu.backward(
+      x, kernel, bits, window, dy, tiles=tiles, interpret=interpret
+    )
+    return dx, dw.astype(kernel.dtype), dwindow.astype(window.dtype)
+
+  def plain(x, kernel, window, segment_ids, window_segment, dy):
+    run = lambda *args: reference.causal_conv1d_silu(
+      args[0], args[1], segment_ids, args[2], window_segment
+    )
+    return jax.vjp(run, x, kernel, window)[1](dy)
+
+  dx, dw, dwindow = implementation_lib.dispatch(implementation, pallas, plain, *operands, dy)
+  no_gradient = [np.zeros(ids.shape, jax.dtypes.float0) for ids in operands[3:]]
+  return dx, dw, dwindow, *no_gradient
+
+
+_conv.defvjp(_conv_forward, _conv_backward)
 
 
 def causal_conv1d_silu_step(

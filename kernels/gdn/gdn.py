@@ -6,9 +6,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kernels.gdn import chunked, reference
+from kernels.base import implementation as implementation_lib
+from kernels.gdn import chunk_op, chunked, reference
 
 _HIGHEST = lax.Precision.HIGHEST
+_LANES = 128
 
 
 def gated_delta_rule(
@@ -22,6 +24,9 @@ def gated_delta_rule(
   initial_segment: Int[Array, " B"] | None = None,
   *,
   chunk_size: int = 64,
+  implementation: str = "reference",
+  head_group: int = 1,
+  keep_states: bool = False,
 ) -> tuple[Float[Array, "B S nv dv"], Float[Array, "B nv dk dv"]]:
   """The gated delta rule over packed rows; see `reference` for the definition.
 
@@ -36,14 +41,21 @@ def gated_delta_rule(
     initial_state: State the rows start from; zero when absent.
     initial_segment: Segment this state belongs to; 1 when absent.
     chunk_size: Tokens per chunk, a power of two.
+    implementation: See `kernels.base.implementation`; `auto` is the reference for heads whose
+      channels do not fill a TPU's lanes.
+    head_group: Key heads per grid step of the Pallas kernels.
+    keep_states: The Pallas forward pass keeps each chunk's state and inverse for the backward
+      pass, named "gdn_states" for remat policies; otherwise the backward pass replays them.
 
   Returns:
     Outputs in the type of `v`, zero on padding, and the float32 state after each row's last real
     token.
 
   Raises:
-    ValueError: Heads do not divide, or the chunk is no power of two.
+    ValueError: Heads or the head group do not divide, the chunk is no power of two, or the
+      implementation is unknown.
   """
+  implementation_lib.validate(implementation)
   batch, _, nv, dv = v.shape
   nk, dk = k.shape[2:]
   if nv % nk:
@@ -54,8 +66,20 @@ def gated_delta_rule(
     initial_state = jnp.zeros((batch, nv, dk, dv), jnp.float32)
   if initial_segment is None:
     initial_segment = jnp.ones((batch,), segment_ids.dtype)
-  return chunked.chunked_gated_delta_rule(
-    q, k, v, g, beta, segment_ids, initial_state, initial_segment, chunk_size=chunk_size
+  if implementation == "auto" and (dk % _LANES or dv % _LANES):
+    implementation = "reference"
+  if implementation == "reference":
+    return chunked.chunked_gated_delta_rule(
+      q, k, v, g, beta, segment_ids, initial_state, initial_segment, chunk_size=chunk_size
+    )
+  options = chunk_op.Options(
+    implementation=implementation,
+    chunk=max(chunk_size, chunk_op.MIN_CHUNK),
+    group=head_group,
+    keep_states=keep_states,
+  )
+  return chunk_op.gated_delta_rule(
+    options, q, k, v, g, beta, initial_state.astype(jnp.float32), segment_ids, initial_segment
   )
 
 
