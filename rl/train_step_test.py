@@ -15,6 +15,9 @@ from rl import optimizer, packing, train_step
 from rl.config import BatchOptions, LossOptions, OptimizerOptions
 from rl.trajectory import Trajectory
 
+# Compilation is most of this test's time; what it computes is small.
+jax.config.update("jax_disable_most_optimizations", True)
+
 CONFIG = ModelConfig(
   vocab_size=96,
   hidden_size=32,

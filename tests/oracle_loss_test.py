@@ -17,6 +17,9 @@ from model.config import ModelOptions
 from rl import advantages, optimizer, packing, rollouts, train_step
 from rl.config import AdvantageOptions, BatchOptions, LossOptions, OptimizerOptions
 
+# Compilation is most of this test's time; what it computes is small.
+jax.config.update("jax_disable_most_optimizations", True)
+
 DATA = pathlib.Path(__file__).parent / "data" / "oracle"
 EXPECTED = json.loads((DATA / "loss" / "expected.json").read_text())
 CASES = {
