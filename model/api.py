@@ -37,7 +37,7 @@ class ModelInputs(NamedTuple):
 
   Attributes:
     tokens: int32 ids.
-    segment_ids: int32; 0 is padding, 1..K the segments, distinct within a row.
+    segment_ids: int32; 0 is padding, 1..K the segments in order.
     positions: int32, from 0 in each segment.
     routed_experts: int16 experts to replay per layer, -1 where unset; None to route live.
   """

@@ -24,7 +24,7 @@ class _Model:
 
   def __init__(self, config):
     self.config = config
-    params = api.init_params(config, _OPTIONS, jax.random.key(0))
+    params = jax.jit(lambda key: api.init_params(config, _OPTIONS, key))(jax.random.key(0))
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(1), len(leaves))
     moved = [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys)]

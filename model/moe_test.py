@@ -1,6 +1,7 @@
 """Routing: replay, padding, weights, and the balance loss."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ _OPTIONS = config_lib.ModelOptions(dtype="float32")
 _CONFIG = dataclasses.replace(config_lib.preset("tiny_moe"), initializer_range=0.3)
 
 
+@functools.cache
 def _layer():
   return moe.SparseMoe(_CONFIG, _OPTIONS, rngs=nnx.Rngs(0))
 
@@ -93,7 +95,7 @@ def test_replay_uses_given_experts_and_live_weights():
 
 
 def test_replay_is_by_layer():
-  params = api.init_params(_CONFIG, _OPTIONS, jax.random.key(0))
+  params = jax.jit(lambda key: api.init_params(_CONFIG, _OPTIONS, key))(jax.random.key(0))
   inputs = api.row_inputs(np.arange(20, dtype=np.int32)[None])
   rng = np.random.default_rng(0)
   replay = np.stack(

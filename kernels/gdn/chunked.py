@@ -51,7 +51,7 @@ def chunked_gated_delta_rule(
     v: Values.
     g: Logarithm of the decay, float32, <= 0.
     beta: Writing strength.
-    segment_ids: 0 is padding.  Ids of different segments of a row must differ.
+    segment_ids: 0 is padding; the ids of a row's segments must grow along it.
     initial_state: State that the row starts from.
     initial_segment: Segment that this state belongs to.
     chunk_size: Tokens per chunk, a power of two; S is padded up to a multiple.

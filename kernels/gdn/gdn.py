@@ -37,7 +37,7 @@ def gated_delta_rule(
     g: Logarithm of the decay, float32, <= 0.
     beta: Writing strength.
     segment_ids: 0 is padding, which neither writes nor decays the state; the state starts from
-      zero wherever the id changes.  Ids of different segments of a row must differ.
+      zero wherever the id changes.  Ids must grow along a row (0 aside).
     initial_state: State the rows start from; zero when absent.
     initial_segment: Segment this state belongs to; 1 when absent.
     chunk_size: Tokens per chunk, a power of two.

@@ -22,10 +22,18 @@ def _matmul(a, b):
 
 def _diagonal_blocks(a, size: int, row: int, column: int, stride: int):
   """Blocks [..., m, size, size] at (row, column) inside each diagonal block of `stride` blocks."""
-  outer = a.shape[-1] // (size * stride)
-  blocks = a.reshape(*a.shape[:-2], outer, stride, size, outer, stride, size)
-  blocks = blocks[..., :, row, :, :, column, :]
-  return jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
+  step = size * stride
+  starts = range(0, a.shape[-1], step)
+  rows = [slice(i + size * row, i + size * (row + 1)) for i in starts]
+  columns = [slice(i + size * column, i + size * (column + 1)) for i in starts]
+  return jnp.stack([a[..., r, c] for r, c in zip(rows, columns)], axis=-3)
+
+
+def _place(block, low: int, left: int):
+  """A zero matrix of twice the size with `block` in one of its quarters."""
+  size = block.shape[-1]
+  sides = [(low * size, (1 - low) * size), (left * size, (1 - left) * size)]
+  return jnp.pad(block, [(0, 0)] * (block.ndim - 2) + sides)
 
 
 def _substitute(a):
@@ -55,13 +63,7 @@ def unit_lower_inverse(a: Float[Array, "... n n"]) -> Float[Array, "... n n"]:
     below = _diagonal_blocks(a, size, 1, 0, 2)
     top, bottom = t[..., 0::2, :, :], t[..., 1::2, :, :]
     corner = -_matmul(_matmul(bottom, below), top)
-    t = jnp.concatenate(
-      [
-        jnp.concatenate([top, jnp.zeros_like(top)], axis=-1),
-        jnp.concatenate([corner, bottom], axis=-1),
-      ],
-      axis=-2,
-    )
+    t = _place(top, 0, 0) + _place(corner, 1, 0) + _place(bottom, 1, 1)
     size *= 2
   return t[..., 0, :, :]
 

@@ -23,19 +23,18 @@ def l2_normalize(x: Float[Array, "... d"], eps: float = 1e-6) -> Float[Array, ".
 
 
 def owner_segments(segment_ids: Int[Array, "B S"], start: Int[Array, " B"]) -> Int[Array, "B S"]:
-  """Gives each padding token (id 0) the id of the last real token before it.
+  """Gives the padding tokens (id 0) of a row the id of its last segment.
 
-  Padding neither writes nor decays the state, so carrying the previous segment through it is what
-  makes the state after the last token that of the last real token.
+  Padding neither writes nor decays the state; counted as part of the last segment, padding at
+  the end of a row keeps that segment's state, and padding elsewhere changes nothing.
 
   Args:
-    segment_ids: Segment of each token; 0 is padding.
-    start: Segment that the incoming state belongs to, for padding at the row's start.
+    segment_ids: Segment of each token; ids grow along a row, 0 is padding.
+    start: Segment that the incoming state belongs to, for a row of padding alone.
   """
-  index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
-  last = lax.cummax(jnp.where(segment_ids > 0, index, -1), axis=1)
-  found = jnp.take_along_axis(segment_ids, jnp.maximum(last, 0), axis=1)
-  return jnp.where(last >= 0, found, start[:, None])
+  last = jnp.max(segment_ids, axis=1)
+  last = jnp.where(last > 0, last, start)
+  return jnp.where(segment_ids > 0, segment_ids, last[:, None])
 
 
 def recurrent_gated_delta_rule(
