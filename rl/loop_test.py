@@ -4,17 +4,27 @@ import dataclasses
 import json
 import os
 import pathlib
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 
-import jax
-import numpy as np
-import pytest
-import tokenizers
+# Read when JAX is imported, here and in the processes below.  Most of the time goes into compiling
+# the three programs: less optimised code will do, and what one process compiled the others read.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+os.environ.setdefault(
+  "JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp(dir=os.environ.get("TEST_TMPDIR"))
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
-from kernels.base import cli, options
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+import tokenizers  # noqa: E402
+
+from kernels.base import cli, options  # noqa: E402
 from rl import loop, metrics_log, recipes, refusals, rollouts, setup, trainer_options
 
 # The smallest run that has every phase.
@@ -159,6 +169,23 @@ def test_supervised_loss_trains_on_the_demonstrations(tmp_path):
   assert all(r["reward_mean"] == 1.0 and r["demonstration_probability"] < 1 for r in records)
 
 
+def test_one_temperature_and_one_routing_on_both_sides(tmp_path):
+  saved = tmp_path / "rollouts.jsonl"
+  train(
+    f"--output_dir={tmp_path}",
+    "--temperature=0.5",
+    "--replay_routed_experts",
+    "--warmup_steps=0",
+    "--max_steps=2",
+    f"--save_rollouts={saved}",
+  )
+  for record in metrics_log.read(tmp_path / "metrics.jsonl"):
+    assert 0 < record["sampler_logprob_gap_max"] < 1e-4
+  for one in rollouts.read(str(saved)):
+    assert one.routed_experts.shape == (one.num_tokens, 4, 2)
+    assert np.all(one.routed_experts[:-1] >= 0) and np.all(one.routed_experts[-1] == -1)
+
+
 def test_tokenizer_of_another_model_is_refused(tmp_path):
   vocabulary = {f"w{i}": i for i in range(513)}
   made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
@@ -225,10 +252,14 @@ def test_saved_rollouts_read_back(whole):
   assert [t.policy_version for t in found[::16]] == [0, 1, 2, 3]
 
 
-def command(*flags, **environ):
-  env = {**os.environ, "PYTHONPATH": ":".join(p for p in sys.path if p), **environ}
+def command(*flags, limit=None):
+  env = {**os.environ, "PYTHONPATH": ":".join(p for p in sys.path if p)}
   return subprocess.run(
-    [sys.executable, "-m", "rl.trainer", *SMALL, *flags], capture_output=True, text=True, env=env
+    [sys.executable, "-m", "rl.trainer", *SMALL, *flags],
+    capture_output=True,
+    text=True,
+    env=env,
+    preexec_fn=limit,
   )
 
 
@@ -306,6 +337,21 @@ trainer.main(["trainer", *{SMALL!r}, "--checkpoint_every=0", "--output_dir={tmp_
   again, said = train(f"--output_dir={tmp_path}")
   assert again == weights and any("resumed after step 2" in line for line in said)
   assert steps(tmp_path / "metrics.jsonl") == [1, 2, 3, 4]
+
+
+def test_full_disk_while_saving_loses_nothing(whole, tmp_path):
+  _, weights, _ = whole
+  train(f"--output_dir={tmp_path}", "--max_steps=2")
+  # Files of at most a megabyte stand for a disk without room for a checkpoint of several.
+  limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+  done = command(f"--output_dir={tmp_path}", limit=limit)
+  assert done.returncode == 1, done.stderr
+  told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+  assert len(told) == 1 and "the checkpoint of step 6 could not be written" in told[0]
+  assert "the checkpoint of step 4 is whole and kept" in told[0]
+  assert "Traceback" not in done.stderr
+  again, said = train(f"--output_dir={tmp_path}")
+  assert again == weights and any("resumed after step 2" in line for line in said)
 
 
 def test_preemption_gives_the_signal_back():

@@ -29,6 +29,10 @@ def _checkpoint(folder, template=TEMPLATE, **config):
     show_progress=False,
   )
   made.train_from_iterator(["user assistant what is 1 + 2"], trainer)
+  # As many published tokenizers do; the loop must not have it done a second time.
+  made.post_processor = tokenizers.processors.TemplateProcessing(
+    single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+  )
   made.save(str(folder / "tokenizer.json"))
   (folder / "tokenizer_config.json").write_text(
     json.dumps({"eos_token": {"content": "<|im_end|>"}, "pad_token": "<|endoftext|>", **config})

@@ -5,6 +5,7 @@ Every flag has a default and `--help` lists them; `--recipe` names the built-in 
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -35,6 +36,8 @@ def run(settings: options.Settings) -> int:
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
   # A donated buffer that no result can take over is freed all the same.
   warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+  # A failed save is told in one line of ours; Orbax's threads would add their stack traces.
+  logging.getLogger("absl").setLevel(logging.CRITICAL)
   from rl import report
 
   return report.train_and_report(settings, started=time.monotonic())

@@ -32,6 +32,7 @@ _RUN = (
   "--prompts_per_step=4 --generations_per_prompt=4 --warmup_batch=16 --micro_batch_rows=4 "
   "--sampler_slots=16 --prefill_rows=4 --eval_problems=16 --eval_every=0"
 ).split()
+_UPDATES = 8 + 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,17 +88,16 @@ def kill_once(output_dir: pathlib.Path, cache: pathlib.Path, rng: random.Random,
     for name in ("warmup.jsonl", "metrics.jsonl")
     if (output_dir / name).exists()
   )
-  before = lines()
+  # Anywhere in what is left: in the warm-up, in the policy's steps, or in the export at the end.
+  until = lines() + rng.randint(1, max(1, _UPDATES - lines()))
+  alive = wait_for(run, lambda: lines() >= until)
   if saving:
     # In the middle of a save: a partial folder is there, and a little time has passed.
-    alive = wait_for(
-      run, lambda: any(checkpoints.glob(".*.partial")) if checkpoints.exists() else False
-    )
+    partial = lambda: checkpoints.exists() and any(checkpoints.glob(".*.partial"))
+    alive = alive and wait_for(run, partial)
     time.sleep(rng.uniform(0.0, 0.05))
   else:
-    # At any instant after the first new step.
-    alive = wait_for(run, lambda: lines() > before)
-    time.sleep(rng.uniform(0.0, 1.5))
+    time.sleep(rng.uniform(0.0, 0.5))
   if run.poll() is None:
     os.kill(run.pid, signal.SIGKILL)
     run.wait()
