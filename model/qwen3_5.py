@@ -34,7 +34,12 @@ class LayerOutput(NamedTuple):
 
 
 class _DecoderLayer(nnx.Module):
-  """x += mixer(norm(x)); x += mlp(norm(x)).  A subclass makes its mixer in `_mixer`."""
+  """x += mixer(norm(x)); x += mlp(norm(x)).  A subclass makes its mixer in `_mixer`.
+
+  Scopes name the parts of a layer in compiled programs and profiles.
+  """
+
+  scope: str
 
   def __init__(self, config: config_lib.ModelConfig, options, *, rngs: nnx.Rngs):
     self.sparse = config.is_moe
@@ -48,18 +53,22 @@ class _DecoderLayer(nnx.Module):
       self.mlp = layers.GatedMlp(config.intermediate_size, "mlp", config, options, rngs=rngs)
 
   def __call__(self, x, context: layers.Context, replay=None, cache=None):
-    mixed, cache = self._mixer(self.input_norm(x), context, cache)
-    x = placement.rows(x + mixed)
-    normed = self.post_norm(x)
-    if self.sparse:
-      out, routing = self.mlp(normed, context.segment_ids, replay)
-    else:
-      out, routing = self.mlp(normed), None
-    return placement.rows(x + out), routing, cache
+    with jax.named_scope(self.scope):
+      mixed, cache = self._mixer(self.input_norm(x), context, cache)
+      x = placement.rows(x + mixed)
+    with jax.named_scope("moe" if self.sparse else "mlp"):
+      normed = self.post_norm(x)
+      if self.sparse:
+        out, routing = self.mlp(normed, context.segment_ids, replay)
+      else:
+        out, routing = self.mlp(normed), None
+      return placement.rows(x + out), routing, cache
 
 
 class GdnLayer(_DecoderLayer):
   """A Gated DeltaNet layer."""
+
+  scope = "gdn"
 
   def _make_mixer(self, config, options, rngs):
     self.gdn = gated_delta_net.GatedDeltaNet(config, options, rngs=rngs)
@@ -70,6 +79,8 @@ class GdnLayer(_DecoderLayer):
 
 class AttentionLayer(_DecoderLayer):
   """A softmax attention layer."""
+
+  scope = "attention"
 
   def _make_mixer(self, config, options, rngs):
     self.attention = attention.Attention(config, options, rngs=rngs)

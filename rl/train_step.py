@@ -115,13 +115,14 @@ def score(
   hidden = api.forward(config, options, params, inputs).hidden
   rows, length = batch.tokens.shape
   targets = jnp.pad(batch.tokens[:, 1:], ((0, 0), (0, 1)))
-  logprobs, entropies = logprob_head.logprob_head(
-    hidden.reshape(rows * length, -1),
-    api.head_table(params),
-    targets.reshape(-1),
-    temperature=temperature,
-    token_chunk=token_chunk,
-  )
+  with jax.named_scope("head"):
+    logprobs, entropies = logprob_head.logprob_head(
+      hidden.reshape(rows * length, -1),
+      api.head_table(params),
+      targets.reshape(-1),
+      temperature=temperature,
+      token_chunk=token_chunk,
+    )
   predicted = _predicted(batch.segment_ids)
 
   def at_token(values):
@@ -209,7 +210,8 @@ def make_functions(
   ) -> tuple[TrainState, dict[str, Array]]:
     divisor = accumulators.denominators.of(losses.normalizer(loss_options))
     gradients = jax.tree.map(lambda g: g / divisor, accumulators.gradients)
-    state, info = optimizer.apply_update(state, gradients, hyper, optimizer_options)
+    with jax.named_scope("optimizer"):
+      state, info = optimizer.apply_update(state, gradients, hyper, optimizer_options)
     metrics = step_metrics.finalise(accumulators.metrics, accumulators.denominators)
     metrics["grad_norm"] = info.grad_norm
     metrics["update_applied"] = info.applied.astype(jnp.float32)

@@ -23,7 +23,7 @@ _COMPONENTS = tuple(
   (name, re.compile(pattern, re.I))
   for name, pattern in (
     ("optimizer", r"optimizer|adam|apply_update|clip_by"),
-    ("head", r"log_?prob|unembed|lm_head|/head|logits|cross_entropy"),
+    ("head", r"log_?prob|unembed|lm_head|/head/|/head$|logits|cross_entropy"),
     ("moe", r"moe|expert|gmm|router|ragged|dispatch|combine|top_k|searchsorted"),
     ("gdn", r"gdn|delta|conv1d|linear_attn"),
     ("attention", r"attn|attention|splash|flash|rope|mqa"),

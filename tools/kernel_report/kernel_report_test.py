@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kernels.base import options
-from tools.kernel_report import cases, main, profile, report
+from tools.kernel_report import cases, main, report, schedule
 from tools.roofline.machine import TPU7X
 
 PROGRAM = """HloModule m, is_scheduled=true
@@ -45,24 +45,24 @@ def write_dump(folder):
 
 def test_a_profile_is_gathered(tmp_path):
   profiles, schedules = write_dump(tmp_path)
-  cycles = profile.read_cycles(profiles)
+  cycles = schedule.read_cycles(profiles)
   assert cycles == {"gmm.1": 7000, "other.2": 50, "copy.3": 90000}
-  found = profile.read(PROGRAM, "gmm", cycles, schedules)
-  assert found == profile.Profile(
+  found = schedule.read(PROGRAM, "gmm", cycles, schedules)
+  assert found == schedule.Profile(
     kernel="gmm.1", cycles=7000, bundles=869, spills=2, vmem_bytes=7831552
   )
-  unsimulated = profile.read(PROGRAM, "gmm", None, schedules)
+  unsimulated = schedule.read(PROGRAM, "gmm", None, schedules)
   assert (unsimulated.cycles, unsimulated.bundles, unsimulated.spills) == (0, 869, 2)
   # Without a name it is the dearest Pallas kernel, never another instruction.
-  assert profile.read(PROGRAM, "", cycles, schedules).kernel == "gmm.1"
+  assert schedule.read(PROGRAM, "", cycles, schedules).kernel == "gmm.1"
 
 
 @pytest.mark.parametrize("prefix, kept", [("tgmm", ("gmm.1",)), ("gmm", ("other.2",))])
 def test_a_missing_profile_is_an_error(tmp_path, prefix, kept):
   profiles, schedules = write_dump(tmp_path)
-  cycles = {name: n for name, n in profile.read_cycles(profiles).items() if name in kept}
-  with pytest.raises(profile.NoProfileError, match="kernels: .*gmm.1"):
-    profile.read(PROGRAM, prefix, cycles, schedules)
+  cycles = {name: n for name, n in schedule.read_cycles(profiles).items() if name in kept}
+  with pytest.raises(schedule.NoProfileError, match="kernels: .*gmm.1"):
+    schedule.read(PROGRAM, prefix, cycles, schedules)
 
 
 def case(**changes):
@@ -79,7 +79,7 @@ def case(**changes):
 
 
 def found(cycles):
-  return profile.Profile(kernel="gmm.1", cycles=cycles, bundles=1, spills=0, vmem_bytes=2**20)
+  return schedule.Profile(kernel="gmm.1", cycles=cycles, bundles=1, spills=0, vmem_bytes=2**20)
 
 
 def test_figures_by_hand():

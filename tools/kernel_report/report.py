@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.aot import compiler, timeline
-from tools.kernel_report import profile
+from tools.kernel_report import schedule
 from tools.kernel_report.cases import KernelCase
 from tools.roofline.machine import TPU7X
 
@@ -69,7 +69,7 @@ _SHORT = "cycles below the floor: branches on data were not simulated in full"
 _UNSIMULATED = "the compiler's simulation of the schedule failed or took too long"
 
 
-def make_row(case: KernelCase, found: profile.Profile, compile_seconds: float) -> Row:
+def make_row(case: KernelCase, found: schedule.Profile, compile_seconds: float) -> Row:
   """The row of a case from its profile; without cycles where the profile has none."""
   rates = timeline.Rates.of(TPU7X)
   static = found.cycles / timeline.CLOCK_HZ
@@ -112,11 +112,11 @@ def profile_case(case: KernelCase, directory: str, time_limit: float) -> Row:
   except compiler.CompilerAbortedError as error:
     if "Static LLO profiling" not in str(error):
       return _failed(case, error)
-  except (compiler.CompileError, profile.NoProfileError) as error:
+  except (compiler.CompileError, schedule.NoProfileError) as error:
     return _failed(case, error)
   try:
     return _compile(case, directory, time_limit, simulate=False)
-  except (compiler.CompileError, profile.NoProfileError) as error:
+  except (compiler.CompileError, schedule.NoProfileError) as error:
     return _failed(case, error)
 
 
@@ -148,10 +148,10 @@ def _compile(case: KernelCase, directory: str, time_limit: float, *, simulate: b
         init_args=" ".join(flags),
       )
     )
-    found = profile.read(
+    found = schedule.read(
       result.hlo.read_text(),
       case.kernel,
-      profile.read_cycles(profiles) if simulate else None,
+      schedule.read_cycles(profiles) if simulate else None,
       schedules,
     )
     return make_row(case, found, result.stages["compiled"] - result.stages["lowered"])

@@ -1,0 +1,120 @@
+"""An arm of a bench: one configuration of the trainer, compiled, with its state and batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import jax
+
+from kernels.base import mesh as mesh_text
+from kernels.base import options
+from model import api
+from model import config as model_config
+from rl import config as rl_config
+from rl import optimizer, sharding, train_step
+from tools.bench import synthetic
+from tools.roofline import machine, roofline
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTimes:
+  """Seconds of one step: its micro-batches, its update, all of it."""
+
+  micro_batches: tuple[float, ...]
+  update: float
+  whole: float
+
+
+class Arm:
+  """Runs steps of one configuration."""
+
+  def __init__(
+    self,
+    name: str,
+    settings: options.Settings,
+    lengths: synthetic.Lengths,
+    routing: synthetic.Routing,
+    mesh: mesh_text.MeshShape,
+    seed: int,
+  ):
+    """Makes programs, parameters and batches; nothing is compiled before the first step.
+
+    Raises:
+      options.UserError: The settings do not describe a step on these devices.
+    """
+    self.name = name
+    if settings.checkpoint:
+      config = model_config.ModelConfig.from_file(settings.checkpoint)
+    else:
+      config = model_config.preset(settings.model_preset)
+    batch = settings.of(rl_config.BatchOptions)
+    model_options = settings.of(model_config.ModelOptions)
+    optimizer_options = settings.of(rl_config.OptimizerOptions)
+    self._micro_batches = batch.num_micro_batches or 1
+    self.workload = synthetic.make(
+      seed=seed,
+      micro_batches=self._micro_batches,
+      rows=batch.micro_batch_rows,
+      row_tokens=batch.row_tokens,
+      max_segments=batch.max_segments_per_row,
+      vocab_size=config.vocab_size,
+      lengths=lengths,
+      routing=routing,
+      layers=config.num_hidden_layers,
+      experts=config.num_experts,
+      top_k=config.num_experts_per_tok,
+    )
+    functions = train_step.make_functions(
+      config, model_options, settings.of(rl_config.LossOptions), optimizer_options
+    )
+    params = jax.jit(lambda key: api.init_params(config, model_options, key))(jax.random.key(seed))
+    self._state = optimizer.init_state(params, optimizer_options)
+    self._batches: list[Any] = list(self.workload.batches)
+    if mesh.devices > 1:
+      layout = sharding.plan(config, sharding.make_mesh(mesh))
+      functions = sharding.constrained(functions, layout)
+      self._state = jax.device_put(self._state, layout.like_parameters(self._state))
+      self._batches = [jax.device_put(b, layout.rows) for b in self._batches]
+    else:
+      self._batches = [jax.device_put(b) for b in self._batches]
+    self._programs = train_step.compile_programs(functions)
+    self._hyper = optimizer.hyper_parameters(
+      optimizer_options, 1, batch.micro_batch_rows * self._micro_batches
+    )
+    self.metrics: dict[str, float] = {}
+    self.model_flops = self._model_flops(config, batch)
+
+  def _model_flops(self, config: model_config.ModelConfig, batch: rl_config.BatchOptions) -> float:
+    """FLOPs of a step that count for MFU: the roofline's, of tokens that are no padding."""
+    priced = roofline.price(
+      roofline.Workload(
+        dims=roofline.ModelDims.from_config(config),
+        mesh=machine.Mesh(1, 1, 1),
+        rows=batch.micro_batch_rows,
+        row_tokens=batch.row_tokens,
+        micro_batches=self._micro_batches,
+        effective_length=self.workload.effective_length,
+      )
+    )
+    return priced.model_flops * self.workload.tokens / priced.workload.step_tokens
+
+  def step(self) -> StepTimes:
+    """Runs one step, each program timed to its end."""
+    start = time.perf_counter()
+    sums, times = None, []
+    for batch in self._batches:
+      begun = time.perf_counter()
+      if sums is None:
+        sums = self._programs.first_micro_batch(self._state.weights, batch)
+      else:
+        sums = self._programs.accumulate(self._state.weights, sums, batch)
+      jax.block_until_ready(sums)
+      times.append(time.perf_counter() - begun)
+    begun = time.perf_counter()
+    self._state, metrics = self._programs.update(self._state, sums, self._hyper)
+    jax.block_until_ready(self._state)
+    end = time.perf_counter()
+    self.metrics = train_step.host_metrics(metrics)
+    return StepTimes(tuple(times), end - begun, end - start)

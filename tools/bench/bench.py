@@ -1,0 +1,176 @@
+"""Measures arms side by side in one process, so that both meet the same machine.
+
+1. Every arm runs one step that is not counted: it compiles.
+2. In each round every arm runs `steps` steps; the order of the arms turns from round to round.
+3. A replicate is the mean of a round's steps; an arm is the mean of its replicates with their
+   spread, two arms are the mean of the rounds' ratios with its error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from tools.bench import spread
+
+_DROPPED = "dropped_tokens"
+
+
+class Times(Protocol):
+  """Seconds of one step: its micro-batches, its update, all of it."""
+
+  @property
+  def micro_batches(self) -> tuple[float, ...]: ...
+  @property
+  def update(self) -> float: ...
+  @property
+  def whole(self) -> float: ...
+
+
+class Stepper(Protocol):
+  """What is measured: see `arms.Arm`."""
+
+  @property
+  def name(self) -> str: ...
+  @property
+  def metrics(self) -> dict[str, float]: ...
+  @property
+  def model_flops(self) -> float: ...
+  @property
+  def workload(self) -> Any: ...
+  def step(self) -> Times:
+    """Runs one step."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+  """One arm.
+
+  Attributes:
+    name: The arm's name.
+    step: Seconds of a step.
+    replicates: Mean seconds of a step in each round.
+    micro_batches: Mean seconds of each micro-batch.
+    update: Mean seconds of the update.
+    first_step: Seconds of the step that compiled.
+    tokens_per_second_per_chip: Of tokens that are no padding.
+    tflops_per_chip: Model TFLOP/s.
+    mfu: Over the peak; None where the peak of the device is not known.
+    dropped_tokens: Of the last step; None where the program does not count them.
+    fill: Tokens over capacity.
+    effective_length: sum(len^2) / sum(len), tokens.
+  """
+
+  name: str
+  step: spread.Estimate
+  replicates: tuple[float, ...]
+  micro_batches: tuple[float, ...]
+  update: float
+  first_step: float
+  tokens_per_second_per_chip: float
+  tflops_per_chip: float
+  mfu: float | None
+  dropped_tokens: float | None
+  fill: float
+  effective_length: float
+
+
+def measure(
+  arms: Sequence[Stepper],
+  *,
+  rounds: int,
+  steps: int,
+  chips: float,
+  peak_flops: float | None,
+  progress: Callable[[str], None] = lambda _: None,
+) -> list[Result]:
+  """Runs the arms.
+
+  Args:
+    arms: One or two.
+    rounds: Replicates of each arm.
+    steps: Steps of a replicate.
+    chips: Chips that the process uses.
+    peak_flops: Peak of one chip, FLOP/s, if known.
+    progress: Takes a line at a time.
+
+  Returns:
+    A result for each arm.
+  """
+  first = [arm.step().whole for arm in arms]
+  progress("compiled: " + ", ".join(f"{a.name} {s:.1f} s" for a, s in zip(arms, first)))
+  runs: list[list[list[Times]]] = [[] for _ in arms]
+  for index in range(rounds):
+    order = range(len(arms)) if index % 2 == 0 else reversed(range(len(arms)))
+    for place in order:
+      runs[place].append([arms[place].step() for _ in range(steps)])
+    lines = (f"{a.name} {_mean_step(r[-1]):.4f} s" for a, r in zip(arms, runs))
+    progress(f"round {index + 1} of {rounds}: " + ", ".join(lines))
+  return [
+    _result(arm, run, seconds, chips, peak_flops) for arm, run, seconds in zip(arms, runs, first)
+  ]
+
+
+def _mean_step(times: Sequence[Times]) -> float:
+  return sum(t.whole for t in times) / len(times)
+
+
+def _result(
+  arm: Stepper,
+  rounds: Sequence[Sequence[Times]],
+  first_step: float,
+  chips: float,
+  peak_flops: float | None,
+) -> Result:
+  replicates = tuple(_mean_step(times) for times in rounds)
+  step = spread.mean(replicates)
+  every = [t for times in rounds for t in times]
+  count = len(every[0].micro_batches)
+  flops = arm.model_flops / step.value / chips
+  return Result(
+    name=arm.name,
+    step=step,
+    replicates=replicates,
+    micro_batches=tuple(sum(t.micro_batches[k] for t in every) / len(every) for k in range(count)),
+    update=sum(t.update for t in every) / len(every),
+    first_step=first_step,
+    tokens_per_second_per_chip=arm.workload.tokens / step.value / chips,
+    tflops_per_chip=flops / 1e12,
+    mfu=flops / peak_flops if peak_flops else None,
+    dropped_tokens=arm.metrics.get(_DROPPED),
+    fill=arm.workload.fill,
+    effective_length=arm.workload.effective_length,
+  )
+
+
+def lines(results: Sequence[Result]) -> list[str]:
+  """What a person reads."""
+  out = []
+  for r in results:
+    mfu = f"MFU {r.mfu:.2%}" if r.mfu is not None else "MFU unknown: give --peak_tflops"
+    dropped = "not counted" if r.dropped_tokens is None else f"{r.dropped_tokens:.0f}"
+    out += [
+      f"{r.name}: {r.step.value:.4f} s a step +- {r.step.relative:.1%} ({r.step.count} rounds),"
+      f" {r.tokens_per_second_per_chip:,.0f} tokens/s/chip, {r.tflops_per_chip:.3f} TFLOP/s/chip,"
+      f" {mfu}",
+      f"  micro-batches {', '.join(f'{s:.4f}' for s in r.micro_batches)} s, update {r.update:.4f} s,"
+      f" first step {r.first_step:.1f} s; dropped tokens {dropped}; fill {r.fill:.1%}, effective"
+      f" length {r.effective_length:.0f}",
+    ]
+  if len(results) == 2:
+    found = spread.ratio(results[0].replicates, results[1].replicates)
+    verdict = "no difference" if abs(found.value - 1) <= found.error else "a difference"
+    out.append(
+      f"{results[1].name} / {results[0].name}: {found.value:.4f} +- {found.error:.4f}: {verdict}"
+    )
+  return out
+
+
+def to_json(results: Sequence[Result]) -> dict[str, Any]:
+  """Results and their ratio as plain data."""
+  out: dict[str, Any] = {"arms": [dataclasses.asdict(r) for r in results]}
+  if len(results) == 2:
+    found = spread.ratio(results[0].replicates, results[1].replicates)
+    out["ratio"] = dataclasses.asdict(found)
+  return out

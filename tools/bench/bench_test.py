@@ -1,0 +1,181 @@
+"""The bench: its statistics by hand, its batches, its order, and one real step."""
+
+import json
+import math
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kernels.base import options
+from tools.bench import arms, bench, main, spread, synthetic
+
+
+def test_mean_and_error_by_hand():
+  # Spread 1 of three values: t of 2 degrees of freedom, 4.30 x 1 / sqrt(3).
+  found = spread.mean([9.0, 10.0, 11.0])
+  assert found.value == 10 and found.error == pytest.approx(4.30 / math.sqrt(3))
+  assert spread.mean([5.0]).error == math.inf
+  with pytest.raises(ValueError, match="no replicates"):
+    spread.mean([])
+
+
+def test_ratio_of_pairs_by_hand():
+  # The machine is twice as slow in the second round for both: pairs do not see it.
+  found = spread.ratio([1.0, 2.0, 1.0], [1.1, 2.2, 1.1])
+  assert found.value == pytest.approx(1.1) and found.error == pytest.approx(0, abs=1e-9)
+  with pytest.raises(ValueError, match="pairs"):
+    spread.ratio([1.0], [1.0, 2.0])
+
+
+@pytest.mark.parametrize("shift, seen", [(1.0, False), (1.1, True)])
+def test_the_error_covers_noise_and_not_a_shift(shift, seen):
+  rng = np.random.default_rng(0)
+  outside = 0
+  for _ in range(200):
+    machine = rng.lognormal(0, 0.3, 6)  # what both arms meet
+    a = machine * rng.lognormal(0, 0.02, 6)
+    b = machine * rng.lognormal(0, 0.02, 6) * shift
+    found = spread.ratio(list(a), list(b))
+    outside += abs(found.value - 1) > found.error
+  assert (outside > 190) if seen else (outside < 25)  # one in twenty by definition
+
+
+def workload(**changes):
+  values: dict[str, Any] = {
+    "seed": 0,
+    "micro_batches": 2,
+    "rows": 3,
+    "row_tokens": 256,
+    "max_segments": 4,
+    "vocab_size": 100,
+    "lengths": synthetic.Lengths(distribution="uniform", mean=60),
+    "routing": synthetic.Routing(),
+  }
+  return synthetic.make(**(values | changes))
+
+
+def test_batches_hold_what_was_drawn():
+  made = workload()
+  assert len(made.batches) == 2 and made.batches[0].tokens.shape == (3, 256)
+  counts = []
+  for batch in made.batches:
+    for row in batch.segment_ids:
+      counts += [int((row == k).sum()) for k in range(1, row.max() + 1)]
+      assert row.max() <= 4
+  assert sum(counts) == made.tokens and made.fill == pytest.approx(made.tokens / (2 * 3 * 256))
+  assert made.effective_length == pytest.approx(sum(n * n for n in counts) / made.tokens)
+  again = workload()
+  assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(made.batches, again.batches))
+  assert not np.array_equal(made.batches[0].tokens, workload(seed=1).batches[0].tokens)
+
+
+def test_lengths_follow_their_distribution(tmp_path):
+  rng = np.random.default_rng(0)
+  draw = lambda **v: [synthetic.Lengths(**v).draw(rng, 100_000) for _ in range(4000)]
+  for kind in ("uniform", "lognormal"):
+    assert np.mean(draw(distribution=kind, mean=500)) == pytest.approx(500, rel=0.05)
+  assert set(draw(distribution="full")) == {100_000}
+  (tmp_path / "l.json").write_text("[10, 20]")
+  assert set(draw(distribution="file", file=str(tmp_path / "l.json"))) == {10, 20}
+  (tmp_path / "l.json").write_text('{"a": 1}')
+  with pytest.raises(options.UserError, match="JSON list of lengths"):
+    draw(distribution="file", file=str(tmp_path / "l.json"))
+
+
+def test_routing_tables(tmp_path):
+  rng = np.random.default_rng(0)
+  uniform = synthetic.Routing(kind="uniform").draw(rng, 2000, 2, 16, 4)
+  assert uniform.shape == (2000, 2, 4) and uniform.dtype == np.int16
+  assert all(len(set(row)) == 4 for row in uniform[:50, 0])
+  counts = np.bincount(uniform.reshape(-1), minlength=16)
+  assert counts.max() / counts.min() < 1.2
+  skewed = np.bincount(synthetic.Routing(kind="zipf").draw(rng, 2000, 2, 16, 4).reshape(-1))
+  assert skewed[0] > 2.5 * skewed[15]
+  np.save(tmp_path / "t.npy", uniform[:10])
+  table = synthetic.Routing(kind="file", file=str(tmp_path / "t.npy"))
+  assert table.draw(rng, 25, 2, 16, 4).shape == (25, 2, 4)
+  with pytest.raises(options.UserError, match="want .tokens, 3 layers"):
+    table.draw(rng, 25, 3, 16, 4)
+  with pytest.raises(options.UserError, match="outside 0 to 3"):
+    table.draw(rng, 25, 2, 4, 4)
+  with pytest.raises(options.UserError, match="needs a model with experts"):
+    workload(routing=synthetic.Routing(kind="zipf"))
+  batch = workload(routing=table, layers=2, experts=16, top_k=4).batches[0]
+  real = batch.segment_ids > 0
+  assert (batch.routed_experts[real] >= 0).all() and (batch.routed_experts[~real] == -1).all()
+
+
+class Fake:
+  """An arm of given seconds a step, that writes down when it ran."""
+
+  def __init__(self, name, seconds, log):
+    self.name, self._seconds, self._log = name, seconds, log
+    self.metrics = {}
+    self.model_flops = 4e12
+    self.workload = types.SimpleNamespace(tokens=1000, fill=0.5, effective_length=100.0)
+
+  def step(self):
+    self._log.append(self.name)
+    s = self._seconds
+    return arms.StepTimes((0.3 * s, 0.5 * s), 0.2 * s, s)
+
+
+def test_arms_alternate_and_figures_follow():
+  log: list[str] = []
+  pair = [Fake("A", 2.0, log), Fake("B", 2.5, log)]
+  results = bench.measure(pair, rounds=3, steps=2, chips=2, peak_flops=10e12)
+  assert "".join(log) == "AB" + "AABB" + "BBAA" + "AABB"
+  a, b = results
+  assert a.step.value == 2.0 and a.step.error == 0 and len(a.replicates) == 3
+  assert a.micro_batches == pytest.approx((0.6, 1.0)) and a.update == pytest.approx(0.4)
+  assert a.tokens_per_second_per_chip == pytest.approx(250)
+  assert a.tflops_per_chip == pytest.approx(1.0) and a.mfu == pytest.approx(0.1)
+  text = "\n".join(bench.lines(results))
+  assert "B / A: 1.2500" in text and "a difference" in text and "not counted" in text
+  assert bench.to_json(results)["ratio"]["value"] == pytest.approx(1.25)
+  unknown = bench.measure(pair[:1], rounds=1, steps=1, chips=1, peak_flops=None)
+  assert unknown[0].mfu is None and "--peak_tflops" in bench.lines(unknown)[0]
+
+
+SMALL = [
+  "bench",
+  "--recipe=none",
+  "--model_preset=tiny_moe",
+  "--row_tokens=64",
+  "--micro_batch_rows=1",
+  "--num_micro_batches=2",
+  "--logps_chunk_size=64",
+  "--length_distribution=uniform",
+  "--mean_length=20",
+  "--routing=zipf",
+  "--bench_rounds=2",
+  "--bench_steps=1",
+]
+
+
+def test_a_real_step_is_timed(tmp_path, capsys, monkeypatch):
+  monkeypatch.delenv("BUILD_WORKING_DIRECTORY", raising=False)
+  out = tmp_path / "bench.json"
+  line = [*SMALL, f"--json={out}"]
+  assert main.run(main.arm_settings(line, None), line) == 0
+  assert "tokens/s/chip" in capsys.readouterr().out
+  read = json.loads(out.read_text())
+  (arm,) = read["arms"]
+  assert len(arm["micro_batches"]) == 2 and len(arm["replicates"]) == 2
+  assert all(0 < s < arm["first_step"] for s in arm["replicates"])
+  assert 0.3 < arm["fill"] <= 1 and read["options"]["model_preset"] == "tiny_moe"
+
+
+def test_files_and_choices_go_together():
+  line = [*SMALL, "--length_file=x.json"]
+  with pytest.raises(options.UserError, match="length_distribution=file"):
+    main.run(main.arm_settings(line, None), line)
+
+
+def test_arm_b_has_its_own_flags():
+  b = main.arm_settings(SMALL, "--remat_policy=none --row_tokens=32")
+  assert (b.remat_policy, b.row_tokens, b.model_preset) == ("none", 32, "tiny_moe")
+  with pytest.raises(options.OptionError, match="nosuch"):
+    main.arm_settings(SMALL, "--nosuch=1")

@@ -1,0 +1,137 @@
+"""Times the trainer's step on synthetic packed batches; A against B in one process.
+
+bazel run //tools:bench -- --recipe=none --model_preset=tiny_moe --row_tokens=512 \
+  --micro_batch_rows=4 --num_micro_batches=2 --b_flags="--remat_policy=none"
+
+Takes the trainer's flags; those of --b_flags come after them for arm B.  The same on CPU, GPU and
+TPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import shlex
+import sys
+
+from kernels.base import cli, mesh, options
+from rl import recipes, refusals, trainer_options
+from tools.bench import synthetic
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+  """What is timed, how often, on which batches."""
+
+  b_flags: str | None = options.option(
+    None, help="Flags of arm B, after those of the command line; empty for one arm."
+  )
+  bench_rounds: int = options.option(5, help="Replicates of each arm.", minimum=1)
+  bench_steps: int = options.option(4, help="Steps of a replicate.", minimum=1)
+  length_distribution: str = options.option(
+    "full",
+    help="Lengths of segments: full (one a row), uniform, lognormal, or file.",
+    choices=synthetic.DISTRIBUTIONS,
+  )
+  mean_length: int = options.option(
+    1024, help="Mean length of uniform and lognormal, tokens.", minimum=1
+  )
+  length_file: str | None = options.option(None, help="JSON list of lengths, for file.")
+  routing: str = options.option(
+    "none",
+    help="Routed experts: none (the router's own), uniform, zipf, or file.",
+    choices=synthetic.ROUTINGS,
+  )
+  routing_file: str | None = options.option(
+    None, help=".npy file of experts [tokens, layers, top_k], for file."
+  )
+  mesh: str = options.option("1x1x1", help="Devices: fsdp x expert x context.", check=mesh.fault)
+  peak_tflops: float | None = options.option(
+    None, help="Peak of a chip, for MFU on chips that are not known.", minimum=1e-9
+  )
+  json: str | None = options.option(None, help="File to write everything to as JSON.")
+
+
+COMPONENTS = (*trainer_options.COMPONENTS, BenchOptions)
+
+
+def arm_settings(argv: list[str], extra: str | None) -> options.Settings:
+  """Settings of an arm: the command line and the arm's own flags after it.
+
+  Raises:
+    options.OptionError: A flag is unknown or refused.
+  """
+  line = [*argv, *shlex.split(extra or "")]
+  return cli.parse(recipes.expand(line), COMPONENTS, rules=refusals.RULES)
+
+
+def run(settings: options.Settings, argv: list[str]) -> int:
+  """Times, prints and writes."""
+  import jax
+
+  from tools.bench import arms, bench
+  from tools.roofline import machine
+
+  os.chdir(os.environ.get("BUILD_WORKING_DIRECTORY", "."))
+  for kind, file in (("length_distribution", "length_file"), ("routing", "routing_file")):
+    if (getattr(settings, kind) == "file") != bool(getattr(settings, file)):
+      raise options.UserError(f"--{file} goes with --{kind}=file, and that with it")
+  shape = mesh.MeshShape.parse(settings.mesh)
+  given = [("A", settings)]
+  if settings.b_flags:
+    given.append(("B", arm_settings(argv, settings.b_flags)))
+  made = [
+    arms.Arm(
+      name,
+      one,
+      synthetic.Lengths(
+        distribution=one.length_distribution, mean=one.mean_length, file=one.length_file
+      ),
+      synthetic.Routing(kind=one.routing, file=one.routing_file),
+      shape,
+      settings.seed,
+    )
+    for name, one in given
+  ]
+  device = jax.devices()[0]
+  known = next((c for c in machine.CHIPS.values() if c.name in _plain(device.device_kind)), None)
+  peak = settings.peak_tflops * 1e12 if settings.peak_tflops else None
+  if peak is None and known is not None:
+    peak = known.bf16_flops
+  results = bench.measure(
+    made,
+    rounds=settings.bench_rounds,
+    steps=settings.bench_steps,
+    chips=shape.devices / (known.devices if known else 1),
+    peak_flops=peak,
+    progress=lambda text: print(text, file=sys.stderr, flush=True),
+  )
+  print(f"{shape.devices} x {device.device_kind}")
+  print("\n".join(bench.lines(results)))
+  if settings.json:
+    out = bench.to_json(results) | {"device": device.device_kind, "devices": shape.devices}
+    out["options"] = settings.as_dict()
+    pathlib.Path(settings.json).write_text(json.dumps(out, indent=1) + "\n")
+  return 0
+
+
+def _plain(kind: str) -> str:
+  return kind.lower().replace(" ", "")
+
+
+def main(argv: list[str] | None = None) -> None:
+  """Parses the trainer's command line, its recipe first, and times."""
+  line = list(sys.argv if argv is None else argv)
+  cli.main(
+    lambda settings: run(settings, line),
+    components=COMPONENTS,
+    rules=refusals.RULES,
+    description=__doc__ or "",
+    argv=recipes.expand(line),
+  )
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,184 @@
+"""Each gate fails alone on the fault it is for; a reference pair passes all of them."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from kernels.base import options
+from tools.numerics import gates, main, runs, show
+
+TOKENS, STEPS = 4000, 3
+
+
+def good_run(seed=0, noise=1e-6):
+  """Three steps whose noise is that of summing in another order."""
+  truth, rng = np.random.default_rng(0), np.random.default_rng(100 + seed)
+  out = []
+  for _ in range(STEPS):
+    exact = {"a": truth.normal(size=(8, 16)), "b": truth.normal(size=50), "zero": np.zeros(5)}
+    logprobs, loss = -truth.exponential(size=TOKENS), truth.normal()
+    shake = lambda x: x * (1 + noise * rng.normal(size=np.shape(x)))
+    out.append(
+      gates.Step(
+        loss=float(shake(loss)),
+        grad_norm=float(shake(2.0)),
+        logprobs=shake(logprobs).astype(np.float32),
+        gradients={name: shake(g).astype(np.float32) for name, g in exact.items()},
+        counters=dict.fromkeys(gates.COUNTERS, 0.0),
+      )
+    )
+  return out
+
+
+def failing(candidate, **kwargs):
+  reference = good_run(0)
+  noise = gates.spread(reference, good_run(1))
+  return [g.name for g in gates.judge(reference, candidate, noise, **kwargs) if not g.passed]
+
+
+def planted(**changes):
+  """A good run whose last step has something changed."""
+  steps = good_run(2)
+  values = {name: change(steps[-1]) for name, change in changes.items()}
+  return [*steps[:-1], dataclasses.replace(steps[-1], **values)]
+
+
+def with_entry(array, value, at=3):
+  out = np.array(array)
+  out.flat[at] = value
+  return out
+
+
+def test_a_reference_pair_passes():
+  assert failing(good_run(2)) == []
+
+
+FAULTS = {
+  "a log-prob is NaN": ("N1", planted(logprobs=lambda s: with_entry(s.logprobs, np.nan))),
+  "a gradient overflows": (
+    "N1",
+    planted(gradients=lambda s: {**s.gradients, "b": with_entry(s.gradients["b"], np.inf)}),
+  ),
+  "the loss is NaN": ("N1", planted(loss=lambda s: float("nan"))),
+  "the loss is off by a denominator": ("N2", planted(loss=lambda s: s.loss * 1.002)),
+  "the norm misses a parameter": ("N3", planted(grad_norm=lambda s: s.grad_norm * 0.997)),
+  "log-probs drift": ("N4", planted(logprobs=lambda s: s.logprobs + np.float32(0.02))),
+  "a few tokens are of another segment": (
+    "N4",
+    planted(logprobs=lambda s: np.where(np.arange(TOKENS) < 20, s.logprobs - 1, s.logprobs)),
+  ),
+  "a gradient has a sign wrong": (
+    "N5",
+    planted(
+      gradients=lambda s: {**s.gradients, "b": s.gradients["b"] * with_entry(np.ones(50), -1)}
+    ),
+  ),
+  "a gradient is lost": (
+    "N5",
+    planted(gradients=lambda s: {**s.gradients, "a": 0 * s.gradients["a"]}),
+  ),
+  "a zero gradient is not zero": (
+    "N5",
+    planted(gradients=lambda s: {**s.gradients, "zero": np.full(5, 1e-3)}),
+  ),
+  "tokens vanish": (
+    "N6",
+    planted(counters=lambda s: {**s.counters, "uncounted_dropped_tokens": 3.0}),
+  ),
+  "a master is not rebuilt": (
+    "N6",
+    planted(counters=lambda s: {**s.counters, "residual16_violations": 1.0}),
+  ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_fails_its_gate_alone(fault):
+  gate, candidate = FAULTS[fault]
+  assert failing(candidate) == [gate]
+
+
+def test_lossy_configurations_have_a_wider_gate_of_gradients():
+  rng = np.random.default_rng(5)
+  rough = planted(
+    gradients=lambda s: {
+      n: g * (1 + 0.08 * rng.normal(size=g.shape)) for n, g in s.gradients.items()
+    }
+  )
+  assert failing(rough) == ["N5"] and failing(rough, lossy=True) == []
+
+
+def test_a_counter_that_is_not_there_is_said():
+  bare = [dataclasses.replace(s, counters={}) for s in good_run(2)]
+  reference = good_run(0)
+  n6 = gates.judge(reference, bare, gates.Spread(0, 0))[-1]
+  assert n6.passed and n6.detail.count("is not counted by this program") == 2
+
+
+def test_runs_of_other_problems_are_refused():
+  with pytest.raises(ValueError, match="steps"):
+    gates.judge(good_run(0), good_run(1)[:2], gates.Spread(0, 0))
+  other = [dataclasses.replace(s, logprobs=s.logprobs[:5]) for s in good_run(1)]
+  with pytest.raises(ValueError, match="same tokens"):
+    gates.judge(good_run(0), other, gates.Spread(0, 0))
+
+
+def test_cosine_by_hand():
+  assert gates.compare_gradients(np.array([3.0, 4.0]), np.array([4.0, 3.0])) == pytest.approx(
+    (0.96, 2**0.5 / 5)
+  )
+  assert gates.compare_gradients(np.zeros(3), np.zeros(3)) == (1.0, 0.0)
+
+
+def test_a_recorded_run_comes_back(tmp_path):
+  path = str(tmp_path / "r.npz")
+  runs.save(path, "k", good_run(0))
+  back = runs.load(path, "k")
+  noise = gates.spread(good_run(0), good_run(1))
+  again = gates.judge(good_run(0), back, noise)
+  assert [g.value for g in again] == pytest.approx([0, 0, 0, 0, 1, 0], abs=1e-12)
+  with pytest.raises(options.UserError, match="other rows"):
+    runs.load(path, "other")
+  with pytest.raises(options.UserError, match="--record"):
+    runs.load(str(tmp_path / "none.npz"), "k")
+
+
+SMALL = [
+  *("numerics", "--recipe=none", "--model_preset=tiny", "--dtype=float32", "--row_tokens=32"),
+  *("--micro_batch_rows=2", "--num_micro_batches=1", "--gdn_chunk_size=8", "--logps_chunk_size=32"),
+  *("--mean_length=12", "--numerics_steps=2", "--learning_rate=1e-4"),
+]
+
+
+def test_a_real_pair_passes_and_a_real_fault_does_not(tmp_path, capsys, monkeypatch):
+  monkeypatch.delenv("BUILD_WORKING_DIRECTORY", raising=False)
+  out, plot, npz = (str(tmp_path / n) for n in ("g.json", "g.png", "r.npz"))
+  line = [
+    *SMALL,
+    f"--json={out}",
+    f"--plot={plot}",
+    f"--record={npz}",
+    "--b_flags=--remat_policy=none",
+  ]
+  assert main.run(main.candidate_settings(line, ""), line) == 0
+  read = json.loads(open(out).read())
+  assert set(read) == {"reference pair", "candidate"}
+  assert [g["name"] for g in read["candidate"]] == list(gates.NAMES)
+  assert open(plot, "rb").read().startswith(b"\x89PNG")
+  assert "not counted by this program" in capsys.readouterr().out
+  # Another temperature is another training: loss, norm, log-probs and gradients all say so.
+  line = [*SMALL, f"--json={out}", f"--recorded={npz}", "--temperature=1.3"]
+  assert main.run(main.candidate_settings(line, ""), line) == 1
+  failed = {g["name"] for g in json.loads(open(out).read())["candidate"] if not g["passed"]}
+  assert "N4" in failed and "N1" not in failed
+
+
+def test_nothing_to_judge_is_refused():
+  with pytest.raises(options.UserError, match="nothing to judge"):
+    main.run(main.candidate_settings(SMALL, ""), SMALL)
+  line = [*SMALL, "--b_flags=--row_tokens=64"]
+  with pytest.raises(options.UserError, match="changes the problem"):
+    main.run(main.candidate_settings(line, ""), line)
+  assert show.show  # the table is shown above
