@@ -7,45 +7,68 @@ gradient scatters rows.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
+
+from kernels.fp8 import fp8
 
 
 class Plan(NamedTuple):
   """Where each (token, choice) pair goes.
 
   Attributes:
-    pairs: Flat pair (token * K + choice) of each row, rows sorted by expert; rows beyond
-      sum(group_sizes) hold the pairs that go nowhere.
-    rows: Row of each pair.
-    group_sizes: Rows of each expert, int32.
+    pairs: Flat pair (token * K + choice) of each row of the buffer, rows sorted by expert; rows
+      beyond sum(group_sizes) hold pairs that go nowhere.
+    rows: Row of each pair.  Of a pair that goes nowhere: any legal row, and `sent` is False.
+    group_sizes: Rows of each expert in the buffer, int32.
+    sent: Whether a row of the buffer holds the pair.
+    overflow: Whether pairs of these experts were left out because the buffer is full.
   """
 
   pairs: Int[Array, " M"]
   rows: Int[Array, "T K"]
   group_sizes: Int[Array, " E"]
+  sent: Bool[Array, "T K"]
+  overflow: Bool[Array, ""]
 
 
-def plan(experts: Int[Array, "T K"], num_experts: int) -> Plan:
+def plan(
+  experts: Int[Array, "T K"],
+  num_experts: int,
+  *,
+  first_expert: Int[Array, ""] | int = 0,
+  buffer_rows: int | None = None,
+  spread_masked: bool = False,
+) -> Plan:
   """Orders pairs by expert, pairs of one expert by token.
 
   Args:
-    experts: Chosen experts; a value outside [0, num_experts) goes nowhere (padding).
-    num_experts: E.
+    experts: Chosen experts; a value outside [first_expert, first_expert + num_experts) goes
+      nowhere (padding, or another device's expert).
+    num_experts: E, experts of this device.
+    first_expert: The first of them; may be traced.
+    buffer_rows: M; T * K by default, which never overflows.  With fewer, the last rows in order
+      are left out and `overflow` is set.
+    spread_masked: Pairs that go nowhere name rows spread over the buffer, instead of all row 0: a
+      gather does not then read one row over and over.  What they name is never used.
 
   Raises:
-    ValueError: E * T * K does not fit in 32 bits.
+    ValueError: E * T * K does not fit in 32 bits, or `buffer_rows` is not in [1, T * K].
   """
   tokens, choices = experts.shape
   count = tokens * choices
+  buffer_rows = count if buffer_rows is None else buffer_rows
+  if not 1 <= buffer_rows <= count:
+    raise ValueError(f"buffer_rows={buffer_rows}: want 1 to {count} (tokens x choices)")
   bits = max(1, (count - 1).bit_length())
   if (num_experts + 1) << bits > 1 << 32:
     raise ValueError(f"{num_experts} experts x {count} pairs do not fit in a 32-bit sort key")
-  flat = experts.reshape(-1).astype(jnp.int32)
+  flat = experts.reshape(-1).astype(jnp.int32) - first_expert
   flat = jnp.where((flat >= 0) & (flat < num_experts), flat, num_experts).astype(jnp.uint32)
   index = jnp.arange(count, dtype=jnp.uint32)
   keys = lax.sort((flat << bits) | index, is_stable=False)
@@ -58,22 +81,31 @@ def plan(experts: Int[Array, "T K"], num_experts: int) -> Plan:
   ends = jnp.searchsorted(
     keys >> bits, jnp.arange(num_experts, dtype=jnp.uint32), side="right"
   ).astype(jnp.int32)
-  sizes = jnp.diff(ends, prepend=jnp.zeros((1,), jnp.int32))
-  return Plan(pairs, rows.reshape(tokens, choices), sizes)
+  held = jnp.minimum(ends, buffer_rows)
+  sizes = jnp.diff(held, prepend=jnp.zeros((1,), jnp.int32))
+  sent = rows < held[-1]
+  elsewhere = rows % buffer_rows if spread_masked else 0
+  return Plan(
+    pairs[:buffer_rows],
+    jnp.where(sent, rows, elsewhere).reshape(tokens, choices),
+    sizes,
+    sent.reshape(tokens, choices),
+    ends[-1] > buffer_rows,
+  )
 
 
-def _owned(group_sizes, rows):
-  return (rows < jnp.sum(group_sizes))[..., None]
+def _owned(p: Plan):
+  return (jnp.arange(p.pairs.shape[0]) < jnp.sum(p.group_sizes))[:, None]
 
 
 def _take_tokens(x, p: Plan):
   choices = p.rows.shape[1]
-  return jnp.where(_owned(p.group_sizes, jnp.arange(p.pairs.shape[0])), x[p.pairs // choices], 0)
+  return jnp.where(_owned(p), x[p.pairs // choices], 0)
 
 
 def _take_rows(y, p: Plan):
   """[T, K, N]: the row of each pair, zero where the pair went nowhere."""
-  return jnp.where(_owned(p.group_sizes, p.rows), y[p.rows], 0)
+  return jnp.where(p.sent[..., None], y[p.rows], 0)
 
 
 @jax.custom_vjp
@@ -113,8 +145,59 @@ def _combine_backward(residuals, grad):
   )
   row_weights = weights.reshape(-1)[p.pairs].astype(jnp.float32)
   d_rows = grad.astype(jnp.float32)[p.pairs // choices] * row_weights[:, None]
-  d_rows = jnp.where(_owned(p.group_sizes, jnp.arange(p.pairs.shape[0])), d_rows, 0.0)
+  d_rows = jnp.where(_owned(p), d_rows, 0.0)
   return d_rows.astype(y.dtype), d_weights.astype(weights.dtype), None
 
 
 combine.defvjp(lambda y, w, p: (_combine(y, w, p), (y, w, p)), _combine_backward)
+
+
+@jax.custom_vjp
+def sum_rows(y: Float[Array, "M N"], p: Plan) -> Float[Array, "T N"]:
+  """Sum of each token's rows in float32, for rows that carry their weight already."""
+  return _dispatch_backward(p, y)[0]
+
+
+sum_rows.defvjp(
+  lambda y, p: (_dispatch_backward(p, y)[0], p), lambda p, grad: (_take_tokens(grad, p), None)
+)
+
+
+def _take_weights(weights, p):
+  return jnp.where(_owned(p)[:, 0], weights.reshape(-1)[p.pairs], 0)
+
+
+@jax.custom_vjp
+def dispatch_weights(weights: Float[Array, "T K"], p: Plan) -> Float[Array, " M"]:
+  """Weight of each row's pair; zero in rows that no expert owns."""
+  return _take_weights(weights, p)
+
+
+dispatch_weights.defvjp(
+  lambda weights, p: (_take_weights(weights, p), p),
+  lambda p, grad: (jnp.where(p.sent, grad[p.rows], 0), None),
+)
+
+
+def take_quantised(q: fp8.Quantised, p: Plan, dtype) -> Float[Array, "M N"]:
+  """Rows of tokens that came as eight-bit values with a scale each, back in `dtype`.
+
+  The values and the scales [T, 1] are gathered as they are and multiplied afterwards: a row costs
+  N + 4 bytes to read.  No derivative: see `dispatch_quantised`.
+  """
+  choices = p.rows.shape[1]
+  at = p.pairs // choices
+  rows = fp8.dequantise(fp8.Quantised(q.values[at], q.scale[at]), dtype)
+  return jnp.where(_owned(p), rows, 0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def dispatch_quantised(x: Float[Array, "T N"], p: Plan, dtype=fp8.E4M3) -> Float[Array, "M N"]:
+  """`dispatch` of tokens rounded to eight bits with a scale a row; gradients pass straight through."""
+  return take_quantised(fp8.quantise_rows(x, dtype), p, x.dtype)
+
+
+dispatch_quantised.defvjp(
+  lambda x, p, dtype: (dispatch_quantised(x, p, dtype), p),
+  lambda dtype, p, grad: _dispatch_backward(p, grad),
+)
