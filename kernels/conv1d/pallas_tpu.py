@@ -169,7 +169,9 @@ def _pre_activation(ext, kernel, bits, taps, masked):
 
 
 def _store(ref, at, parts, interpret):
-  ref[0, :, at] = parts[0].astype(ref.dtype) if len(parts) == 1 else _join(*parts, interpret)
+  ref[0, :, at] = (
+    parts[0].astype(ref.dtype) if len(parts) == 1 else _join(parts[0], parts[1], interpret)
+  )
 
 
 def _extended(x_ref, before_ref, window_ref, tile, at):

@@ -76,8 +76,8 @@ def tokens(x, chunk):
 
 def gates(shape, g, beta, segment_ids, initial_segment) -> layout.Gates:
   """`layout.pack_gates` on padded rows."""
-  padded = [pad(x, shape.chunk) for x in (g, beta, segment_ids)]
-  return layout.pack_gates(*padded, initial_segment, shape)
+  g, beta, segment_ids = (pad(x, shape.chunk) for x in (g, beta, segment_ids))
+  return layout.pack_gates(g, beta, segment_ids, initial_segment, shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

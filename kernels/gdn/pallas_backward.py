@@ -40,8 +40,8 @@ def _l2_gradient(x, norm, d):
   return norm * (d - unit * jnp.sum(unit * d, axis=1, keepdims=True))
 
 
-def _kernel(*refs, shape: layout.Shape, exact: bool, full: bool, dv):
-  refs = iter(refs)
+def _kernel(*given, shape: layout.Shape, exact: bool, full: bool, dv):
+  refs = iter(given)
   take = lambda present: next(refs) if present else None
   columns_ref, rows_ref, q_ref, k_ref = (next(refs) for _ in range(4))
   v_ref, d_out_ref, states_ref = take(full), next(refs), take(full)

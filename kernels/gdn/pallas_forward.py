@@ -39,8 +39,8 @@ def kernel_name(name: str, group: int) -> str:
   return f"gdn_{name}_g{group}"
 
 
-def _kernel(*refs, shape: layout.Shape, exact: bool, has_values, want_output, want_saved, dv):
-  refs = iter(refs)
+def _kernel(*given, shape: layout.Shape, exact: bool, has_values, want_output, want_saved, dv):
+  refs = iter(given)
   take = lambda present: next(refs) if present else None
   columns_ref, rows_ref, q_ref, k_ref = (next(refs) for _ in range(4))
   v_ref, start_ref = take(has_values), next(refs)
