@@ -81,7 +81,7 @@ def _row(lengths, total):
 # padding between segments and at the end; a length that is no multiple of the chunk.
 _SEGMENTS = [
   _row([23, 25, 1, 16], 75),
-  np.concatenate([np.full(9, 1), np.zeros(4), np.full(20, 7), np.zeros(2), np.full(40, 3)]),
+  np.concatenate([np.full(9, 1), np.zeros(4), np.full(20, 7), np.zeros(2), np.full(40, 9)]),
 ]
 
 
