@@ -36,11 +36,21 @@ def run(settings: options.Settings) -> int:
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
   # A donated buffer that no result can take over is freed all the same.
   warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-  # A failed save is told in one line of ours; Orbax's threads would add their stack traces.
+  # A failed save is told in one line of ours; the threads that wrote for it would add their stack
+  # traces, by Orbax's log and as errors of writes whose event loop is gone.
   logging.getLogger("absl").setLevel(logging.CRITICAL)
+  _forget_late_writes()
   from rl import report
 
   return report.train_and_report(settings, started=time.monotonic())
+
+
+def _forget_late_writes() -> None:
+  """Keeps quiet about errors of writes that nobody waits for any more; shows all others."""
+  excepthook, unraisablehook = sys.excepthook, sys.unraisablehook
+  late = lambda error: isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+  sys.excepthook = lambda kind, error, trace: late(error) or excepthook(kind, error, trace)
+  sys.unraisablehook = lambda args: late(args.exc_value) or unraisablehook(args)
 
 
 def main(argv: list[str] | None = None) -> None:
