@@ -138,7 +138,7 @@ def test_other_options_are_refused_on_resume_unless_asked(whole, tmp_path):
   assert any("resuming with other options: --learning_rate" in line for line in said)
   # A function of the step that the run is at, not of the steps since it was resumed.
   rate = metrics_log.read(tmp_path / "metrics.jsonl")[-1]["learning_rate"]
-  assert rate == pytest.approx(1e-4 * (1 - 1 / 240), rel=1e-5)
+  assert rate == pytest.approx(1e-4 * (1 - 1 / 280), rel=1e-5)
   with pytest.raises(options.UserError, match="resume=must"):
     train(f"--output_dir={tmp_path / 'fresh'}", "--resume=must")
 

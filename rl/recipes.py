@@ -42,10 +42,10 @@ RECIPES: dict[str, dict[str, str]] = {
     "generations_per_prompt": "8",
     "micro_batch_rows": "37",
     "learning_rate": "6e-4",
-    "learning_rate_decay_steps": "240",
+    "learning_rate_decay_steps": "280",
     "entropy_bonus": "0.02",
     "warmup_steps": "300",
-    "max_steps": "200",
+    "max_steps": "240",
     "eval_every": "40",
   },
   "add": {
