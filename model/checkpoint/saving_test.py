@@ -107,6 +107,20 @@ def test_sharded_parameters_save_the_same_file(tmp_path, spread):
   assert fixtures.files(tmp_path / "a") == fixtures.files(tmp_path / "b")
 
 
+def test_windows_are_cut_on_the_device_where_that_is_not_the_host(monkeypatch):
+  values = np.random.default_rng(0).standard_normal((3, 8, 12)).astype(ml_dtypes.bfloat16)
+  mesh = jax.make_mesh((2, 4), ("expert", "fsdp"))
+  array = jax.device_put(values, NamedSharding(mesh, PartitionSpec(None, "expert", "fsdp")))
+  cuts = []
+  cut = windows._dynamic_slice
+  monkeypatch.setattr(windows, "_on_host", lambda _: False)
+  monkeypatch.setattr(windows, "_dynamic_slice", lambda *a: cuts.append(a[2]) or cut(*a))
+  got = windows.fetch(array, (1, slice(3, 6), slice(2, 7)))
+  np.testing.assert_array_equal(got, values[1, 3:6, 2:7])
+  # Rows 3 and 4, 5 on two devices each times columns 2, 3 to 5, 6 on three.
+  assert sorted(cuts) == sorted((1, r, c) for r in (1, 2) for c in (1, 3, 1))
+
+
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_a_window_collected_over_the_mesh_is_exact(dtype):
   """The program that several processes run, here over the devices of one."""

@@ -67,11 +67,15 @@ def _from_shards(array: jax.Array, starts, sizes) -> np.ndarray:
 
 
 def _cut(data: jax.Array, inner) -> np.ndarray:
-  if all(device.platform == "cpu" for device in data.devices()):
-    # Host memory already: a view.
+  if _on_host(data):
     return np.asarray(data)[tuple(slice(first, first + count) for first, count in inner)]
   first = np.array([first for first, _ in inner], np.int32)
   return np.asarray(_dynamic_slice(data, first, tuple(count for _, count in inner)))
+
+
+def _on_host(data: jax.Array) -> bool:
+  """Whether a numpy array of it is a view: cutting that costs nothing."""
+  return all(device.platform == "cpu" for device in data.devices())
 
 
 @functools.partial(jax.jit, static_argnums=2)
