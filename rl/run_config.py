@@ -32,9 +32,9 @@ class RunOptions:
   )
   rollouts: str | None = option(
     None,
-    help="Recorded trajectories (.jsonl or .parquet) to train from; nothing is sampled.  Those of "
-    "one policy_version are one step; without versions, the file is one step.  Read again from the "
-    "start when it ends before --max_steps.",
+    help="Recorded trajectories (.jsonl or .parquet) to train from; nothing is sampled.  Those "
+    "recorded with one `step` are one step; without such numbers, the file is one step.  Read again "
+    "from the start when it ends before --max_steps.",
   )
   save_rollouts: str | None = option(
     None, help="File (.jsonl) to which every trajectory that is trained on is written."
