@@ -370,3 +370,7 @@ def test_memory_report_must_add_up():
   assert memory.is_complete(text)
   assert not memory.is_complete(text[: len(text) // 2])
   assert not memory.is_complete("")
+  # A kernel's own VMEM is a total without rows; HBM without rows is a file cut short.
+  whole = "Memory Space: {} (color=1)\nTotal bytes: 512 (512B)\n  size; shapes_list\n  ---\n\n\n"
+  assert memory.is_complete(whole.format("vmem"))
+  assert not memory.is_complete(whole.format("default"))

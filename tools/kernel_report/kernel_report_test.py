@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from kernels.base import options
-from tools.kernel_report import cases, main, report, schedule
+from tools.kernel_report import case as case_lib
+from tools.kernel_report import cases, main, public_cases, report, schedule
 from tools.roofline.machine import TPU7X
 
 PROGRAM = """HloModule m, is_scheduled=true
@@ -75,7 +76,7 @@ def case(**changes):
     "bytes": TPU7X.hbm_bytes_per_second / 2 * 0.25e-3,
     "part": "all",
   }
-  return cases.KernelCase(**(values | changes))
+  return case_lib.KernelCase(**(values | changes))
 
 
 def found(cycles):
@@ -111,9 +112,21 @@ def test_cases_are_well_formed():
     text = open(module.replace(".", "/") + ".py").read()
     assert f"def {function}(" in text, each.builder
     assert each.flops > 0 and each.bytes > 0
-  # The six grouped products of a layer: three of gate and up, three of half that width.
-  flops = {c.name: c.flops / c.arguments["expert_rows"] for c in cases.CASES if "wi " in c.name}
-  assert set(flops.values()) == {2.0 * cases.D * 2 * cases.EXPERT_DIM} and len(flops) == 6
+  # FLOPs and bytes a row of the six grouped products of a layer, ours and the public ones.
+  wide, narrow = 4.0 * public_cases.D * public_cases.EXPERT_DIM, 2.0 * 4096 * 1024
+  for library, count in (("megablox:", 6), ("tokamax:", 6), ("ours: 397B", 21)):
+    mine = [c for c in cases.CASES if c.name.startswith(library) and " w" in c.name]
+    assert len(mine) == count
+    for each in mine:
+      rows = each.arguments.get("expert_rows") or each.arguments["rows"]
+      assert each.flops / rows == (wide if " wi " in each.name else narrow), each.name
+  named = {c.name: c for c in cases.CASES}
+  for case_name, operands in (
+    ("ours: 397B wi forward", 2560 * (4096 + 2048) * 2 + 4096 * 2048 * 2),
+    ("ours: 397B wo forward, e4m3", 2560 * (1024 + 2 * 4096) + 4096 * 1024),
+    ("ours: 35B wi weight gradient", 4096 * (2048 + 1024) * 2 + 2048 * 1024 * 2),
+  ):
+    assert named[case_name].bytes == operands
 
 
 def test_table_json_and_chart(tmp_path):
@@ -175,3 +188,27 @@ def test_a_case_that_cannot_be_built_is_a_row_with_the_reason(tmp_path):
   row = report.profile_case(small(expert_rows=250), str(tmp_path / "out"), 60.0)
   assert "no multiple of the tile's 128" in row.error and not row.cycles
   assert importlib.util.find_spec("libtpu")
+
+
+def test_the_whole_work_gives_compile_facts_and_the_part_gives_cycles(tmp_path, monkeypatch):
+  seen = []
+
+  def compile_(case, directory, time_limit, *, simulate):
+    seen.append((case.arguments["rows"], simulate))
+    row = report.make_row(case, found(4_400_000 if simulate else 0), 3.0 if simulate else 9.0)
+    return dataclasses.replace(row, vmem_mib=float(case.arguments["rows"]))
+
+  monkeypatch.setattr(report, "_compile", compile_)
+  both = case(arguments={"rows": 1}, whole={"rows": 64})
+  row = report.profile_case(both, str(tmp_path), 1.0)
+  assert (row.cycles, row.vmem_mib, row.compile_s, row.note) == (4_400_000, 64.0, 9.0, "")
+  assert seen == [(1, True), (64, False)]
+  assert report.profile_case(both, str(tmp_path), 1.0, whole=False).vmem_mib == 1.0
+
+  def refused(case, directory, time_limit, *, simulate):
+    if simulate:
+      return compile_(case, directory, time_limit, simulate=True)
+    raise report.compiler.ProgramError("exceeds scoped vmem")
+
+  monkeypatch.setattr(report, "_compile", refused)
+  assert "scoped vmem" in report.profile_case(both, str(tmp_path), 1.0).error

@@ -24,6 +24,9 @@ class KernelReportOptions:
     (), help="Words of case names, such as megablox or forward; empty: all cases."
   )
   list: bool = options.option(False, help="Print the names of the cases and stop.")
+  whole: bool = options.option(
+    True, help="Compile a device's whole work too, for its VMEM, spills and compile time."
+  )
   time_limit: float = options.option(600.0, help="Seconds for each compile.", minimum=1.0)
   json: str | None = options.option(None, help="File to write rows to as JSON.")
   markdown: str | None = options.option(None, help="File to write the table to as Markdown.")
@@ -46,7 +49,9 @@ def run(settings: options.Settings) -> int:
   rows = []
   with tempfile.TemporaryDirectory() as scratch:
     for number, case in enumerate(chosen):
-      row = report.profile_case(case, f"{scratch}/{number}", settings.time_limit)
+      row = report.profile_case(
+        case, f"{scratch}/{number}", settings.time_limit, whole=settings.whole
+      )
       print(report.line(row), flush=True)
       rows.append(row)
       if settings.json:  # after each: a compile can take minutes

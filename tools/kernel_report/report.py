@@ -15,8 +15,11 @@ from rich.table import Table
 
 from tools.aot import compiler, timeline
 from tools.kernel_report import schedule
-from tools.kernel_report.cases import KernelCase
+from tools.kernel_report.case import KernelCase
 from tools.roofline.machine import TPU7X
+
+# Simulations of long schedules that pass it would not end soon either.
+_MEMORY_LIMIT = 8 * 2**30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,15 +97,36 @@ def make_row(case: KernelCase, found: schedule.Profile, compile_seconds: float) 
   )
 
 
-def profile_case(case: KernelCase, directory: str, time_limit: float) -> Row:
+def profile_case(case: KernelCase, directory: str, time_limit: float, *, whole: bool = True) -> Row:
   """Compiles a case in a process of its own and reads its profile.
 
   The simulation of a schedule can end the compiler, or not end; then the case is compiled again without it,
   for what else there is to know.  What the compiler wrote is removed: tens of MB a kernel.
 
+  Args:
+    case: What to compile.
+    directory: Scratch folder; created, emptied, removed.
+    time_limit: Seconds for each compile.
+    whole: Compile the whole work too, where the case names it.
+
   Raises:
     compiler.LibtpuMissingError: The compiler is not installed.
   """
+  row = _profile_part(case, directory, time_limit)
+  if row.error or not whole or case.whole is None:
+    return row
+  work = dataclasses.replace(case, arguments=case.whole)
+  try:
+    full = _compile(work, directory, time_limit, simulate=False)
+  except compiler.LibtpuMissingError:
+    raise
+  except (compiler.CompileError, schedule.NoProfileError) as error:
+    return _failed(case, error)
+  taken = ("vmem_mib", "spills", "bundles", "compile_s")
+  return dataclasses.replace(row, **{name: getattr(full, name) for name in taken})
+
+
+def _profile_part(case: KernelCase, directory: str, time_limit: float) -> Row:
   try:
     return _compile(case, directory, time_limit, simulate=True)
   except compiler.LibtpuMissingError:
@@ -145,6 +169,7 @@ def _compile(case: KernelCase, directory: str, time_limit: float, *, simulate: b
         directory=directory,
         full=True,
         time_limit=time_limit,
+        memory_limit=_MEMORY_LIMIT,
         init_args=" ".join(flags),
       )
     )

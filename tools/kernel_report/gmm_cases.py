@@ -1,0 +1,88 @@
+"""The grouped matrix products of a MoE layer, all passes, types and epilogues.
+
+One device's share of a layer: the rows of its local experts.  The whole work, which is compiled but
+not simulated, is a buffer of twice the balanced rows (ragged_buffer_factor 2.0) for all its experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tools.kernel_report.case import KernelCase
+
+_BYTES = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+_E4M3, _E5M2 = "float8_e4m3fn", "float8_e5m2"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Model:
+  """Shapes of the routed experts, and a device's balanced rows."""
+
+  name: str
+  embed: int
+  mlp: int
+  experts: int
+  expert_rows: int
+
+
+# Experts over (context, expert) = 8 devices, 131,072 gathered tokens.
+_MODELS = (
+  _Model(name="397B", embed=4096, mlp=1024, experts=64, expert_rows=2560),
+  _Model(name="35B", embed=2048, mlp=512, experts=32, expert_rows=4096),
+)
+
+
+def _case(model: _Model, name: str, which: str, k: int, n: int, **changes) -> KernelCase:
+  left, right = changes.get("left", "bfloat16"), changes.get("right", "bfloat16")
+  epilogue = changes.get("epilogue", "none")
+  rows = model.expert_rows
+  common = {"which": which, "k": k, "n": n, **changes}
+  if which == "drhs":
+    elements = rows * k * _BYTES[left] + rows * n * _BYTES[right] + 2 * k * n
+  else:
+    result = {"none": n, "swiglu": n // 2, "dswiglu": 4 * n}[epilogue]  # with what dswiglu reads
+    elements = rows * k * _BYTES[left] + k * n * _BYTES[right] + 2 * rows * result
+  kernel = "drhs" if which == "drhs" else f"{which}_{epilogue}"
+  return KernelCase(
+    name=f"ours: {model.name} {name}",
+    builder="tools.kernel_report.gmm_kernels:product",
+    arguments={**common, "groups": 1, "rows": rows, "group_rows": rows},
+    kernel=f"gmm_{kernel}",
+    flops=2.0 * rows * k * n,
+    bytes=float(elements),
+    part=f"{rows:,} rows of 1 of {model.experts} experts",
+    dtype="bf16" if left == "bfloat16" else "fp8",
+    whole={
+      **common,
+      "groups": model.experts,
+      "rows": 2 * model.experts * rows,
+      "group_rows": 0,
+    },
+  )
+
+
+def _cases(model: _Model) -> list[KernelCase]:
+  d, wide, f = model.embed, 2 * model.mlp, model.mlp
+  forward, gradient = {"left": _E4M3, "right": _E4M3}, {"left": _E5M2, "right": _E4M3}
+  out = []
+  for suffix, fwd, dlhs, drhs in (
+    ("", {}, {}, {}),
+    (", e4m3", forward, forward, forward),
+    (", gradient e5m2", None, gradient, {"left": _E4M3, "right": _E5M2}),
+  ):
+    make = lambda name, *args, **kwargs: out.append(
+      _case(model, name + suffix, *args, **kwargs)  # noqa: B023 (called in this round)
+    )
+    if fwd is not None:
+      make("wi forward", "forward", d, wide, **fwd)
+      make("wi forward with SwiGLU", "forward", d, wide, epilogue="swiglu", **fwd)
+      make("wo forward", "forward", f, d, **fwd)
+    make("wo input gradient", "dlhs", d, f, **dlhs)
+    make("wo input gradient with d-SwiGLU", "dlhs", d, f, epilogue="dswiglu", weighted=True, **dlhs)
+    make("wi input gradient", "dlhs", wide, d, **dlhs)
+    make("wi weight gradient", "drhs", d, wide, **drhs)
+    make("wo weight gradient", "drhs", f, d, **drhs)
+  return out
+
+
+CASES: tuple[KernelCase, ...] = tuple(case for model in _MODELS for case in _cases(model))
