@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from kernels.base import options
+from kernels.base import mesh, options
 from kernels.base.options import option
 
 
@@ -219,6 +219,18 @@ class BatchOptions:
     None,
     help="Groups of a step; empty to take all that a step of recorded rollouts holds.",
     minimum=1,
+  )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshOptions:
+  """Devices that a step is split over."""
+
+  mesh: str | None = option(
+    None,
+    help="Devices as fsdp x expert x context, such as 8x1x1: parameters, optimizer state and rows "
+    "are split over fsdp.  Must name as many devices as there are; empty for one device, unsplit.",
+    check=mesh.fault,
   )
 
 

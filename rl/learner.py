@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from model import config as model_config
-from rl import advantages, config, optimizer, packing, train_step, trajectory
+from rl import advantages, config, optimizer, packing, sharding, train_step, trajectory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,7 @@ class LearnerOptions:
     advantage: Which estimator.
     batch: Rows and micro-batches.
     optimizer: AdamW.
+    mesh: Devices as text, fsdp x expert x context; None for one device.
     replay_routed_experts: Whether tokens go to the experts that the sampler used.
   """
 
@@ -30,6 +31,7 @@ class LearnerOptions:
   advantage: config.AdvantageOptions
   batch: config.BatchOptions
   optimizer: config.OptimizerOptions
+  mesh: str | None = None
   replay_routed_experts: bool = False
 
 
@@ -39,11 +41,11 @@ def _programs(
   model_options: model_config.ModelOptions,
   loss: config.LossOptions,
   optimizer_options: config.OptimizerOptions,
+  mesh: str | None,
 ) -> train_step.StepFunctions:
   """Learners of one process that do the same share what was compiled."""
-  return train_step.compile_programs(
-    train_step.make_functions(model, model_options, loss, optimizer_options)
-  )
+  functions = train_step.make_functions(model, model_options, loss, optimizer_options)
+  return sharding.compile_programs(functions, sharding.of_option(model, mesh))
 
 
 class Learner:
@@ -63,14 +65,21 @@ class Learner:
       model_options: How it is computed.
       options: All that shapes an update.
       params: Initial parameters; the learner's own from here on.
+
+    Raises:
+      options.UserError: The mesh is not that of the devices, or the model does not divide over it.
     """
     self._options = options
-    self._programs = _programs(model, model_options, options.loss, options.optimizer)
+    self._programs = _programs(model, model_options, options.loss, options.optimizer, options.mesh)
+    self._layout = sharding.of_option(model, options.mesh)
     self._reference = None
     if options.loss.reference_policy_kl_penalty > 0:
       # A copy: the state is donated step by step.
       self._reference = jax.tree.map(jnp.copy, params)
-    self.state = optimizer.init_state(params, options.optimizer)
+    if self._layout is None:
+      self.state = optimizer.init_state(params, options.optimizer)
+    else:
+      self.state = sharding.init_state(params, options.optimizer, self._layout)
 
   @property
   def weights(self) -> Any:
@@ -126,6 +135,8 @@ class Learner:
       with_old_logprobs=source == "batch",
       with_routed_experts=options.replay_routed_experts,
     )
+    if self._layout is not None:
+      batches = [jax.device_put(b, self._layout.rows) for b in batches]
     if source == "recompute":
       batches = train_step.with_old_logprobs(self._programs, self.state.weights, batches)
     if self._reference is not None and not supervised:

@@ -210,7 +210,7 @@ class Loop:
       parts.task,
       parts.tokenizer,
       parts.sampler,
-      weights,
+      parts.for_sampling(weights),
       self._settings.of(run_config.EvaluationOptions),
       top_k=self._settings.top_k,
       seed=self._settings.seed,
@@ -257,9 +257,8 @@ class Loop:
       count = source.prompts * source.generations
       return collect.demonstrations(parts.task, parts.tokenizer, settings.seed, step, count)
     while len(self._pending) <= settings.rollout_lag:
-      self._pending.append(
-        parts.source.collect(self.weights, step + len(self._pending), self._step)
-      )
+      weights = parts.for_sampling(self.weights)
+      self._pending.append(parts.source.collect(weights, step + len(self._pending), self._step))
     return self._pending.popleft()
 
   def _evaluates(self, step: int) -> bool:

@@ -40,7 +40,7 @@ RECIPES: dict[str, dict[str, str]] = {
     "task": "sort4",
     "prompts_per_step": "32",
     "generations_per_prompt": "8",
-    "micro_batch_rows": "37",
+    "micro_batch_rows": "40",
     "learning_rate": "6e-4",
     "learning_rate_decay_steps": "280",
     "entropy_bonus": "0.02",

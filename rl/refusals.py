@@ -6,6 +6,7 @@ one.  A rule's two examples are its test.
 
 from __future__ import annotations
 
+from kernels.base.mesh import MeshShape
 from kernels.base.refusals import Rule
 
 LOSS_RULES = (
@@ -166,6 +167,31 @@ BATCH_RULES = (
   ),
 )
 
+MESH_RULES = (
+  Rule(
+    name="mesh-is-fsdp-alone",
+    keys=("mesh",),
+    broken=lambda s: _fsdp(s.mesh) != MeshShape.parse(s.mesh).devices,
+    reason="a step is split over fsdp alone; give expert and context 1, such as 8x1x1",
+    accepted={"mesh": "8x1x1"},
+    refused={"mesh": "4x2x1"},
+  ),
+  Rule(
+    name="rows-divide-over-mesh",
+    keys=("mesh", "micro_batch_rows"),
+    broken=lambda s: s.mesh is not None and s.micro_batch_rows % _fsdp(s.mesh) != 0,
+    reason="every fsdp shard has as many rows of a micro-batch; make --micro_batch_rows a multiple "
+    "of the mesh's first number",
+    accepted={"mesh": "2x1x1", "micro_batch_rows": 6},
+    refused={"mesh": "2x1x1", "micro_batch_rows": 7},
+  ),
+)
+
+
+def _fsdp(mesh: str) -> int:
+  return MeshShape.parse(mesh).fsdp
+
+
 OPTIMIZER_RULES = (
   Rule(
     name="adam-decay-below-one",
@@ -245,4 +271,4 @@ RUN_RULES = (
   ),
 )
 
-RULES = LOSS_RULES + ADVANTAGE_RULES + BATCH_RULES + OPTIMIZER_RULES + RUN_RULES
+RULES = LOSS_RULES + ADVANTAGE_RULES + BATCH_RULES + MESH_RULES + OPTIMIZER_RULES + RUN_RULES

@@ -14,7 +14,17 @@ import jax
 from kernels.base import options
 from model import api
 from model import config as model_config
-from rl import collect, config, learner, rollouts, run_config, sampler, tokenizer, trajectory
+from rl import (
+  collect,
+  config,
+  learner,
+  rollouts,
+  run_config,
+  sampler,
+  sharding,
+  tokenizer,
+  trajectory,
+)
 from rl.tasks import registry, task
 
 _TOKENIZER_FILES = (
@@ -26,8 +36,14 @@ _TOKENIZER_FILES = (
 
 
 @functools.lru_cache(maxsize=4)
-def _random_params(model: model_config.ModelConfig, model_options: model_config.ModelOptions):
-  return jax.jit(functools.partial(api.init_params, model, model_options))
+def _random_params(
+  model: model_config.ModelConfig, model_options: model_config.ModelOptions, mesh: str | None
+):
+  layout = sharding.of_option(model, mesh)
+  return jax.jit(
+    functools.partial(api.init_params, model, model_options),
+    out_shardings=None if layout is None else layout.parameters,
+  )
 
 
 @functools.lru_cache(maxsize=4)
@@ -49,6 +65,7 @@ class Setup:
     sampler: Draws completions; None likewise.
     source: Where sampled trajectories come from; None with recorded ones.
     recorded: Batches of recorded trajectories, in order; empty when sampling.
+    layout: Where the arrays of a step lie; None for one device.
     output_dir: Directory of everything that is written.
   """
 
@@ -60,6 +77,7 @@ class Setup:
   sampler: sampler.LocalSampler | None
   source: collect.Source | None
   recorded: list[list[trajectory.Trajectory]]
+  layout: sharding.Plan | None
   output_dir: pathlib.Path
 
   def initial_params(self) -> Any:
@@ -69,10 +87,18 @@ class Setup:
       from model.checkpoint import loading
 
       _, params = loading.load_params(
-        user_path(run.checkpoint), self.model, dtype=self.model_options.weight_dtype
+        user_path(run.checkpoint),
+        self.model,
+        shardings=None if self.layout is None else self.layout.parameters,
+        dtype=self.model_options.weight_dtype,
       )
       return params
-    return _random_params(self.model, self.model_options)(jax.random.key(run.seed))
+    make = _random_params(self.model, self.model_options, self.settings.mesh)
+    return make(jax.random.key(run.seed))
+
+  def for_sampling(self, weights: Any) -> Any:
+    """Weights where the sampler decodes: on one device, gathered there if they are split."""
+    return weights if self.layout is None else jax.device_put(weights, jax.devices()[0])
 
   def learner(self, params: Any) -> learner.Learner:
     """The learner of the run's own loss."""
@@ -84,6 +110,7 @@ class Setup:
         advantage=self.settings.of(config.AdvantageOptions),
         batch=self.settings.of(config.BatchOptions),
         optimizer=self.settings.of(config.OptimizerOptions),
+        mesh=self.settings.mesh,
         replay_routed_experts=self.settings.replay_routed_experts,
       ),
       params,
@@ -104,6 +131,7 @@ class Setup:
           learning_rate=settings.warmup_learning_rate,
           learning_rate_decay_steps=None,
         ),
+        mesh=settings.mesh,
       ),
       params,
     )
@@ -172,8 +200,8 @@ def build(settings: options.Settings) -> Setup:
   """Makes the parts of a run.
 
   Raises:
-    options.UserError: A file is missing or malformed, the tokenizer is of another model, or the
-      batch sizes are missing.
+    options.UserError: A file is missing or malformed, the tokenizer is of another model, the
+      batch sizes are missing, or the mesh is not that of the devices.
   """
   run = settings.of(run_config.RunOptions)
   directory = user_path(run.checkpoint)
@@ -183,6 +211,7 @@ def build(settings: options.Settings) -> Setup:
     else model_config.ModelConfig.from_file(directory)
   )
   model_options = settings.of(model_config.ModelOptions).for_checkpoint(directory)
+  layout = sharding.of_option(model, settings.mesh)
   text = tokenizer.load(directory, system_prompt=settings.system_prompt)
   if text.vocab_size > model.vocab_size and run.rollouts is None:
     raise options.UserError(
@@ -236,6 +265,7 @@ def build(settings: options.Settings) -> Setup:
     sampler=local,
     source=source,
     recorded=recorded,
+    layout=layout,
     output_dir=output_dir,
   )
 

@@ -20,6 +20,9 @@ from kernels.base.mesh import DEVICE_ORDER, MeshShape
 from kernels.base.options import UserError
 from model import api, placement
 from model.config import ModelConfig
+from rl import optimizer, train_step
+from rl.config import OptimizerOptions
+from rl.optimizer import TrainState
 from rl.train_step import Accumulators, StepFunctions
 
 Tree = Any
@@ -92,9 +95,21 @@ def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
     )
   devices = jax.devices() if devices is None else devices
   if len(devices) != shape.devices:
-    raise UserError(f"--mesh={shape} has {shape.devices} devices, there are {len(devices)}")
+    raise UserError(
+      f"--mesh={shape} has {shape.devices} devices, there are {len(devices)}; give"
+      f" {len(devices)}x1x1, or leave the mesh out to use one"
+    )
   sizes = tuple(shape.in_device_order.values())
   return Mesh(np.asarray(devices).reshape(sizes), DEVICE_ORDER)
+
+
+def of_option(config: ModelConfig, mesh: str | None) -> Plan | None:
+  """The layout that --mesh asks for, over this process's devices; None for one device, unsplit.
+
+  Raises:
+    UserError: The mesh is not that of the devices, or the model does not divide over it.
+  """
+  return None if mesh is None else plan(config, make_mesh(MeshShape.parse(mesh)))
 
 
 def plan(config: ModelConfig, mesh: Mesh) -> Plan:
@@ -111,9 +126,29 @@ def plan(config: ModelConfig, mesh: Mesh) -> Plan:
   return Plan(mesh, jax.tree.map(place, names, is_leaf=lambda x: isinstance(x, tuple)))
 
 
+def init_state(params: Tree, options: OptimizerOptions, layout: Plan) -> TrainState:
+  """The state before the first update, made where it lies; `params` are donated."""
+  make = lambda p: optimizer.init_state(p, options)
+  where = layout.like_parameters(jax.eval_shape(make, params))
+  params = jax.device_put(params, layout.parameters)
+  return jax.jit(make, out_shardings=where, donate_argnums=0)(params)
+
+
 def constrain(tree: Tree, shardings: Tree) -> Tree:
   """Asks for a placement inside a program; None leaves are passed over."""
   return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
+
+
+def compile_programs(functions: StepFunctions, layout: Plan | None) -> StepFunctions:
+  """Jits the programs of a step, placed where the layout says: what every trainer runs.
+
+  Args:
+    functions: Plain functions, as `train_step.make_functions` makes them.
+    layout: Where arrays lie; None for one device.
+  """
+  return train_step.compile_programs(
+    functions if layout is None else constrained(functions, layout)
+  )
 
 
 def constrained(functions: StepFunctions, layout: Plan) -> StepFunctions:

@@ -18,6 +18,7 @@ COMPONENTS = (
   config.LossOptions,
   config.AdvantageOptions,
   config.BatchOptions,
+  config.MeshOptions,
   config.OptimizerOptions,
   run_config.EvaluationOptions,
 )

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from typing import Any
 
-from kernels.base import cli, mesh, options
+from kernels.base import cli, options
 from rl import recipes, refusals, trainer_options
 from tools.aot import trainer_programs
 
@@ -27,7 +27,6 @@ class AotOptions:
   """What is compiled, for which chips, how far, and where the reports go."""
 
   topology: str = options.option("tpu7x:4x4x8", help="TPU topology, chips along the torus.")
-  mesh: str = options.option("256x1x1", help="Devices: fsdp x expert x context.", check=mesh.fault)
   programs: tuple[str, ...] = options.option(
     trainer_programs.PROGRAMS, help="Programs to compile.", choices=trainer_programs.PROGRAMS
   )
@@ -62,7 +61,7 @@ def run(settings: options.Settings) -> int:
   os.chdir(os.environ.get("BUILD_WORKING_DIRECTORY", "."))
   if settings.serialize and not settings.full:
     raise options.UserError("--serialize needs --full: there is no executable before")
-  grid = files.grid_of(settings.mesh, ())
+  grid = files.grid_of(settings.mesh or "1x1x1", ())
   values = trainer_values(settings)
   seconds = {}
   fits = True
@@ -76,7 +75,6 @@ def run(settings: options.Settings) -> int:
           "program": program,
           "options": values,
           "topology": settings.topology,
-          "mesh": settings.mesh,
           "groups": settings.groups,
         },
         directory=str(out / program),

@@ -9,15 +9,14 @@ PROGRAMS = ("first_micro_batch", "accumulate", "update")
 
 
 def lower(
-  *, program: str, options: Mapping[str, Any], topology: str, mesh: str, groups: int | None = None
+  *, program: str, options: Mapping[str, Any], topology: str, groups: int | None = None
 ) -> Any:
   """Lowers one program.
 
   Args:
     program: One of `PROGRAMS`.
-    options: The trainer's option values by name.
+    options: The trainer's option values by name; the mesh's devices are the topology's first ones.
     topology: TPU topology, such as tpu7x:4x4x8.
-    mesh: fsdp x expert x context; its devices are the topology's first ones.
     groups: Cut the model to so many groups of layers; None for all of them.
 
   Returns:
@@ -38,10 +37,10 @@ def lower(
 
   settings = settings_of(options)
   config, model_options, loss, batch_options, optimizer_options = parts(settings, groups)
-  shape = MeshShape.parse(mesh)
+  shape = MeshShape.parse(settings.mesh or "1x1x1")
   devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
   if shape.devices > len(devices):
-    raise UserError(f"--mesh={mesh} has {shape.devices} devices, {topology} {len(devices)}")
+    raise UserError(f"--mesh={shape} has {shape.devices} devices, {topology} {len(devices)}")
   if shape.devices == len(devices):
     made = topologies.make_mesh(
       topologies.get_topology_desc(platform="tpu", topology_name=topology),
@@ -87,7 +86,7 @@ def lower(
     layout.like_parameters(tree),
   )
   functions = train_step.make_functions(config, model_options, loss, optimizer_options)
-  compiled: Any = train_step.compile_programs(sharding.constrained(functions, layout))
+  compiled: Any = sharding.compile_programs(functions, layout if settings.mesh else None)
   weights = placed(api.abstract_params(config, model_options))
   if program == "first_micro_batch":
     traced = compiled.first_micro_batch.trace(weights, batch)

@@ -7,7 +7,13 @@ import pytest
 from kernels.base import options
 from tools.aot import compile_main, compiler, files, narrow, trainer_programs
 
-SMALL = {"model_preset": "tiny", "row_tokens": 64, "micro_batch_rows": 8, "logps_chunk_size": 32}
+SMALL = {
+  "model_preset": "tiny",
+  "row_tokens": 64,
+  "micro_batch_rows": 8,
+  "logps_chunk_size": 32,
+  "mesh": "8x1x1",
+}
 
 
 def test_options_reach_the_program():
@@ -22,7 +28,7 @@ def test_options_reach_the_program():
 def test_flags_are_the_trainers_and_its_own():
   settings = options.Settings(compile_main.COMPONENTS, {"row_tokens": 128, "mesh": "8x1x1"})
   values = compile_main.trainer_values(settings)
-  assert values["row_tokens"] == 128 and "topology" not in values and "mesh" not in values
+  assert (values["row_tokens"], values["mesh"]) == (128, "8x1x1") and "topology" not in values
   assert json.loads(json.dumps(values)) == values
   assert trainer_programs.settings_of(values).row_tokens == 128
 
@@ -38,7 +44,6 @@ def request(tmp_path, **changes):
     "program": "first_micro_batch",
     "options": SMALL,
     "topology": "tpu7x:2x2x1",
-    "mesh": "8x1x1",
   }
   return compiler.Request(
     builder="tools.aot.trainer_programs:lower",
@@ -62,9 +67,9 @@ def test_a_micro_batch_compiles_for_eight_devices(tmp_path):
   [
     ({"mesh": "4x2x1"}, "only fsdp is sharded"),
     ({"mesh": "16x1x1"}, "16 devices, tpu7x:2x2x1 8"),
-    ({"options": {**SMALL, "micro_batch_rows": 9}}, "does not divide over fsdp = 8"),
+    ({"micro_batch_rows": 9}, "does not divide over fsdp = 8"),
   ],
 )
 def test_what_cannot_be_is_refused(tmp_path, changes, words):
   with pytest.raises(compiler.ProgramError, match=words):
-    compiler.compile_program(request(tmp_path, **changes))
+    compiler.compile_program(request(tmp_path, options=SMALL | changes))

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 
-from kernels.base import mesh as mesh_text
 from kernels.base import options
 from model import api
 from model import config as model_config
@@ -36,7 +35,6 @@ class Arm:
     settings: options.Settings,
     lengths: synthetic.Lengths,
     routing: synthetic.Routing,
-    mesh: mesh_text.MeshShape,
     seed: int,
   ):
     """Makes programs, parameters and batches; nothing is compiled before the first step.
@@ -69,17 +67,19 @@ class Arm:
     functions = train_step.make_functions(
       config, model_options, settings.of(rl_config.LossOptions), optimizer_options
     )
-    params = jax.jit(lambda key: api.init_params(config, model_options, key))(jax.random.key(seed))
-    self._state = optimizer.init_state(params, optimizer_options)
-    self._batches: list[Any] = list(self.workload.batches)
-    if mesh.devices > 1:
-      layout = sharding.plan(config, sharding.make_mesh(mesh))
-      functions = sharding.constrained(functions, layout)
-      self._state = jax.device_put(self._state, layout.like_parameters(self._state))
-      self._batches = [jax.device_put(b, layout.rows) for b in self._batches]
+    layout = sharding.of_option(config, settings.mesh)
+    params = jax.jit(
+      lambda key: api.init_params(config, model_options, key),
+      out_shardings=None if layout is None else layout.parameters,
+    )(jax.random.key(seed))
+    self._batches: list[Any]
+    if layout is None:
+      self._state = optimizer.init_state(params, optimizer_options)
+      self._batches = [jax.device_put(b) for b in self.workload.batches]
     else:
-      self._batches = [jax.device_put(b) for b in self._batches]
-    self._programs = train_step.compile_programs(functions)
+      self._state = sharding.init_state(params, optimizer_options, layout)
+      self._batches = [jax.device_put(b, layout.rows) for b in self.workload.batches]
+    self._programs = sharding.compile_programs(functions, layout)
     self._hyper = optimizer.hyper_parameters(
       optimizer_options, 1, batch.micro_batch_rows * self._micro_batches
     )

@@ -47,7 +47,6 @@ class BenchOptions:
   routing_file: str | None = options.option(
     None, help=".npy file of experts [tokens, layers, top_k], for file."
   )
-  mesh: str = options.option("1x1x1", help="Devices: fsdp x expert x context.", check=mesh.fault)
   peak_tflops: float | None = options.option(
     None, help="Peak of a chip, for MFU on chips that are not known.", minimum=1e-9
   )
@@ -78,7 +77,7 @@ def run(settings: options.Settings, argv: list[str]) -> int:
   for kind, file in (("length_distribution", "length_file"), ("routing", "routing_file")):
     if (getattr(settings, kind) == "file") != bool(getattr(settings, file)):
       raise options.UserError(f"--{file} goes with --{kind}=file, and that with it")
-  shape = mesh.MeshShape.parse(settings.mesh)
+  shape = mesh.MeshShape.parse(settings.mesh or "1x1x1")
   given = [("A", settings)]
   if settings.b_flags:
     given.append(("B", arm_settings(argv, settings.b_flags)))
@@ -90,7 +89,6 @@ def run(settings: options.Settings, argv: list[str]) -> int:
         distribution=one.length_distribution, mean=one.mean_length, file=one.length_file
       ),
       synthetic.Routing(kind=one.routing, file=one.routing_file),
-      shape,
       settings.seed,
     )
     for name, one in given
