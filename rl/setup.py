@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import os
 import pathlib
-import shutil
 from typing import Any
 
 import jax
@@ -26,14 +25,6 @@ from rl import (
   trajectory,
 )
 from rl.tasks import registry, task
-
-_TOKENIZER_FILES = (
-  "tokenizer.json",
-  "tokenizer_config.json",
-  "chat_template.jinja",
-  "generation_config.json",
-)
-
 
 @functools.lru_cache(maxsize=4)
 def _random_params(
@@ -145,14 +136,9 @@ class Setup:
     from model.checkpoint import saving
 
     path = self.output_dir / "model"
-    if path.exists():  # Of an earlier end of this run.
-      shutil.rmtree(path)
-    saving.save_params(path, self.model, params)
-    if self.settings.checkpoint is not None:
-      for name in _TOKENIZER_FILES:
-        given = pathlib.Path(user_path(self.settings.checkpoint)) / name
-        if given.exists():
-          shutil.copyfile(given, path / name)
+    source = user_path(self.settings.checkpoint)
+    # Of an earlier end of this run there may be one; it stays until the new one is whole.
+    saving.save_params(path, self.model, params, source=source, overwrite=True)
     return path
 
 

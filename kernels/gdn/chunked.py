@@ -8,7 +8,7 @@ Per chunk of C tokens with incoming state S, b = cumsum(g), Gam_ij = exp(b_i - b
     S' = exp(b_C) S + (diag(exp(b_C - b)) K)^T U
 
 Packed rows: Gam, exp(b), exp(b_C - b) and exp(b_C) are masked where they would join two
-segments.  Differences are masked before they are exponentiated, so nothing overflows and every
+segments.  Exponents are masked before they are exponentiated, so nothing overflows and every
 gradient is finite.  Everything inside is float32.
 """
 
@@ -74,52 +74,72 @@ def chunked_gated_delta_rule(
   k = reference.l2_normalize(jnp.where(tokens, k, 0))
   v = jnp.where(tokens, v, 0).astype(jnp.float32)
 
-  def per_head(x, *heads_shape):
-    """[B, S, heads, ...] -> [N, B, heads..., C, ...]: the scan's axis first, tokens inside."""
-    count = len(heads_shape)
-    x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
-    x = x.reshape(batch, chunks, chunk, *heads_shape, *x.shape[3:])
-    return x.transpose(1, 0, *(3 + i for i in range(count)), 2, *range(3 + count, x.ndim))
+  rows = chunks * batch * nk
 
-  q, k = per_head(q, nk), per_head(k, nk)
-  v = per_head(v, nk, heads)
-  g, beta = per_head(g, nk, heads), per_head(beta, nk, heads)
+  def per_chunk(x, *head_shape):
+    """[B, S, nk, (heads), ...] -> [N B nk, (heads), C, ...]: chunks first, tokens inside.
+
+    All that is independent lies on few axes: XLA's CPU products (YNNPACK, jaxlib 0.10.2) crash on
+    some transposed operands of six axes.
+    """
+    count = len(head_shape)
+    x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
+    x = x.reshape(batch, chunks, chunk, *head_shape, *x.shape[3:])
+    x = x.transpose(1, 0, *(3 + i for i in range(count)), 2, *range(3 + count, x.ndim))
+    return x.reshape(rows, *x.shape[3:])
+
+  q, k = per_chunk(q, nk), per_chunk(k, nk)
+  v, g, beta = (per_chunk(x, nk, heads) for x in (v, g, beta))
   owner = jnp.pad(owner, ((0, 0), (0, pad)), mode="edge").reshape(batch, chunks, chunk)
   owner = owner.transpose(1, 0, 2)
 
   last = owner[..., -1]
   before = jnp.concatenate([initial_segment[None], last[:-1]])
-  expand = lambda mask: mask[:, :, None, None]
+  flat = lambda mask: mask.reshape(chunks * batch, *mask.shape[2:])
+  expand = lambda mask: jnp.repeat(flat(mask), nk, axis=0)[:, None]
   joined = expand(owner[..., :, None] == owner[..., None, :])
   lower = joined & jnp.tril(jnp.ones((chunk, chunk), bool))
   reads_state = expand(owner == before[..., None])
   writes_state = expand(owner == last[..., None])
   keeps_state = expand(last == before)
 
+  # Decays between tokens are summed, not subtracted from each other: far into a chunk a
+  # difference of prefix sums would lose what a slow decay needs.
+  strictly_lower = jnp.tril(jnp.ones((chunk, chunk), bool), -1)
+  gam = _masked_exp(jnp.cumsum(jnp.where(strictly_lower, g[..., None], 0.0), axis=-2), lower)
   b = jnp.cumsum(g, axis=-1)
-  gam = _masked_exp(b[..., :, None] - b[..., None, :], lower)
+  after = lax.cumsum(g, axis=g.ndim - 1, reverse=True) - g
   from_start = _masked_exp(b, reads_state)
-  to_end = _masked_exp(b[..., -1:] - b, writes_state)
+  to_end = _masked_exp(after, writes_state)
   whole = _masked_exp(b[..., -1], keeps_state)
 
-  kk = _einsum("nbgik,nbgjk->nbgij", k, k)[:, :, :, None]
-  qk = _einsum("nbgik,nbgjk->nbgij", q, k)[:, :, :, None]
-  t = inverse.unit_lower_inverse(jnp.tril(beta[..., None] * kk * gam, -1))
-  u0 = _einsum("nbghij,nbghjv->nbghiv", t, beta[..., None] * v)
-  w = _einsum("nbghij,nbgjk->nbghik", t * (beta * from_start)[..., None, :], k)
-  p = qk * gam
-  q_in = q[:, :, :, None] * from_start[..., None]
-  k_out = k[:, :, :, None] * to_end[..., None]
+  kk = _einsum("mik,mjk->mij", k, k)[:, None]
+  qk = _einsum("mik,mjk->mij", q, k)[:, None]
+  matrices = lambda x: x.reshape(rows * heads, *x.shape[2:])
+  t = inverse.unit_lower_inverse(matrices(jnp.tril(beta[..., None] * kk * gam, -1)))
+  u0 = _einsum("mij,mjv->miv", t, matrices(beta[..., None] * v))
+  t = t.reshape(rows, heads, chunk, chunk)
+  w = _einsum("mhij,mjk->mhik", t * (beta * from_start)[..., None, :], k)
+  scanned = lambda x: x.reshape(chunks, batch * nv, *x.shape[-2:])
 
   def step(state, per_chunk):
     u0_c, w_c, p_c, q_c, k_c, whole_c = per_chunk
-    u = u0_c - _einsum("bghik,bghkv->bghiv", w_c, state)
-    out = _einsum("bghik,bghkv->bghiv", q_c, state) + _einsum("bghij,bghjv->bghiv", p_c, u)
-    state = whole_c[..., None, None] * state + _einsum("bghik,bghiv->bghkv", k_c, u)
+    u = u0_c - _einsum("mik,mkv->miv", w_c, state)
+    out = _einsum("mik,mkv->miv", q_c, state) + _einsum("mij,mjv->miv", p_c, u)
+    state = whole_c[..., None, None] * state + _einsum("mik,miv->mkv", k_c, u)
     return state, out
 
-  state = initial_state.astype(jnp.float32).reshape(batch, nk, heads, dk, dv)
-  state, out = lax.scan(step, state, (u0, w, p, q_in, k_out, whole))
-  out = out.transpose(1, 0, 4, 2, 3, 5).reshape(batch, chunks * chunk, nv, dv)[:, :length]
+  state = initial_state.astype(jnp.float32).reshape(batch * nv, dk, dv)
+  inputs = (
+    scanned(u0),
+    scanned(w),
+    scanned(qk * gam),
+    scanned(q[:, None] * from_start[..., None]),
+    scanned(k[:, None] * to_end[..., None]),
+    whole.reshape(chunks, batch * nv),
+  )
+  state, out = lax.scan(step, state, inputs)
+  out = out.reshape(chunks, batch, nv, chunk, dv).transpose(1, 0, 3, 2, 4)
+  out = out.reshape(batch, chunks * chunk, nv, dv)[:, :length]
   out = jnp.where(tokens, out, 0.0)
   return out.astype(dtype), state.reshape(batch, nv, dk, dv)
