@@ -26,6 +26,7 @@ from rl import (
 )
 from rl.tasks import registry, task
 
+
 @functools.lru_cache(maxsize=4)
 def _random_params(
   model: model_config.ModelConfig, model_options: model_config.ModelOptions, mesh: str | None
