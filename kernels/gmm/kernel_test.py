@@ -344,7 +344,7 @@ def test_planted_faults_of_the_layout_are_caught(monkeypatch, fault, kernel):
 @pytest.mark.parametrize("fault", ["sigmoid", "weight"])
 def test_planted_faults_of_the_epilogues_are_caught(monkeypatch, fault):
   if fault == "sigmoid":
-    monkeypatch.setattr(row_kernel, "_sigmoid", lambda x: jax.nn.sigmoid(1.01 * x))
+    monkeypatch.setattr(row_kernel, "_tanh_half", lambda x: (0.5 * x, jnp.tanh(0.505 * x)))
   else:
     monkeypatch.setattr(row_kernel, "_column", lambda row: jnp.ones((row.shape[1], 1), row.dtype))
   monkeypatch.setitem(globals(), "_run_mlp", jax.jit(_mlp, static_argnums=6))

@@ -48,9 +48,11 @@ def _dot(lhs, rhs, transpose_rhs):
   )
 
 
-def _sigmoid(x):
-  # One hardware instruction instead of an exponential and a division.
-  return 0.5 * jnp.tanh(0.5 * x) + 0.5
+def _tanh_half(x):
+  # sigmoid(x) = (1 + tanh(x / 2)) / 2: one hardware instruction instead of an exponential and a
+  # division.
+  half = 0.5 * x
+  return half, jnp.tanh(half)
 
 
 def _column(row):
@@ -75,6 +77,7 @@ def _kernel(
   row_scaled,
   column_scaled,
   weighted,
+  stage,
   even,
 ):
   if even is not None:
@@ -88,6 +91,7 @@ def _kernel(
   weight_ref = next(it) if weighted else None
   out_ref = next(it)
   d_weight_ref = next(it) if weighted else None
+  stage_ref = next(it) if stage else None
   acc_refs = list(it)
 
   visit, k_step = pl.program_id(1), pl.program_id(2)
@@ -138,59 +142,84 @@ def _kernel(
       results = [(start, sums[0])]
     elif epilogue == "swiglu":
       gate, up = sums
-      results = [(start, gate * _sigmoid(gate) * up)]
+      half, tanh = _tanh_half(gate)
+      results = [(start, half * (1.0 + tanh) * up)]
     else:
       gate = gate_up_ref[rows, start : start + size].astype(jnp.float32)
       up = gate_up_ref[rows, width + start : width + start + size].astype(jnp.float32)
-      sig = _sigmoid(gate)
-      act = gate * sig
+      half, tanh = _tanh_half(gate)
+      twice = 1.0 + tanh  # 2 sigmoid(gate)
+      act = half * twice
+      slope = (twice + act * (1.0 - tanh)) * up  # 2 up d silu / d gate
       grad = sums[0]
+      d_up = grad * act
       if weighted:
-        part = jnp.sum(grad * (act * up), axis=1, keepdims=True)
-        grad = grad * _column(weight_ref[0, :, rows])
-      results = [
-        (start, grad * up * (sig + act * (1.0 - sig))),
-        (width + start, grad * act),
-      ]
+        part = jnp.sum(d_up * up, axis=1, keepdims=True)
+        weight = _column(weight_ref[0, :, rows])
+        results = [(start, grad * (0.5 * weight) * slope), (width + start, d_up * weight)]
+      else:
+        results = [(start, grad * 0.5 * slope), (width + start, d_up)]
     for at, value in results:
       columns = slice(at, at + size)
       value = value.astype(out_ref.dtype)
       out_ref[rows, columns] = keep(value, out_ref[rows, columns]) if keep else value
     return part
 
-  def run(rows, keep):
+  def staged():
+    """The whole tile; the epilogue of a piece stands after the product of the next, which hides it.
+
+    The sums wait in VMEM, so that the array's result registers are free for the next product.  The
+    last piece, whose epilogue nothing hides, is half as high.
+    """
+    half = tile.rows // 2 if tile.rows % 32 == 0 else tile.rows
+    pieces = [(slice(0, tile.rows), *strip) for strip in strips[:-1]]
+    pieces += [(slice(r, r + half), *strips[-1]) for r in range(0, tile.rows, half)]
     parts = []
-    waiting = None
-    for start, size in strips:
-      sums = [product(rows, i, start, size) for i in range(len(rhs_refs))]
-      if not acc_refs:
-        # The epilogue of a strip stands after the product of the next, which hides it.
-        if waiting:
-          parts.append(finish(rows, *waiting, keep))
-        waiting = sums, start, size
-        continue
-      columns = slice(start, start + size)
 
-      @pl.when(k_step == 0)
-      def _(sums=sums, columns=columns):
-        for ref, value in zip(acc_refs, sums):
-          ref[rows, columns] = value
+    def end(rows, start, size):
+      sums = [stage_ref[rows, start : start + size]]
+      parts.append(finish(rows, sums, start, size, None))
 
-      @pl.when(k_step > 0)
-      def _(sums=sums, columns=columns):
-        for ref, value in zip(acc_refs, sums):
-          ref[rows, columns] += value
+    for number, (rows, start, size) in enumerate(pieces):
+      stage_ref[rows, start : start + size] = product(rows, 0, start, size)
+      if number:
+        end(*pieces[number - 1])
+    end(*pieces[-1])
+    if weighted:
+      whole = parts[: len(strips) - 1]
+      last = jnp.concatenate(parts[len(whole) :], axis=0)
+      store_weight(slice(None), [*whole, last], None)
 
+  def run(rows, keep):
     if acc_refs:
+      for start, size in strips:
+        sums = [product(rows, i, start, size) for i in range(len(rhs_refs))]
+        columns = slice(start, start + size)
+
+        @pl.when(k_step == 0)
+        def _(sums=sums, columns=columns):
+          for ref, value in zip(acc_refs, sums):
+            ref[rows, columns] = value
+
+        @pl.when(k_step > 0)
+        def _(sums=sums, columns=columns):
+          for ref, value in zip(acc_refs, sums):
+            ref[rows, columns] += value
 
       @pl.when(k_step == k_steps - 1)
       def _():
         done = [finish(rows, [r[rows, s : s + z] for r in acc_refs], s, z, keep) for s, z in strips]
         store_weight(rows, done, keep)
 
-    else:
-      parts.append(finish(rows, *waiting, keep))
-      store_weight(rows, parts, keep)
+      return
+    parts, waiting = [], None
+    for start, size in strips:
+      sums = [product(rows, i, start, size) for i in range(len(rhs_refs))]
+      if waiting:
+        parts.append(finish(rows, *waiting, keep))
+      waiting = sums, start, size
+    parts.append(finish(rows, *waiting, keep))
+    store_weight(rows, parts, keep)
 
   def store_weight(rows, parts, keep):
     if weighted:
@@ -203,7 +232,10 @@ def _kernel(
 
   @pl.when(full)
   def _():
-    run(slice(None), None)
+    if stage_ref is None:
+      run(slice(None), None)
+    else:
+      staged()
 
   @pl.when(has_rows & jnp.logical_not(full))
   def _():
@@ -354,8 +386,9 @@ def grouped(
     in_specs.append(pl.BlockSpec((1, 1, tile.rows), vector_map))
     out_shape.append(jax.ShapeDtypeStruct((row_tiles, 1, tile.rows), jnp.float32))
     out_specs.append(pl.BlockSpec((1, 1, tile.rows), d_weight_map))
+  stage = epilogue == "dswiglu" and grid[2] == 1
   scratch = []
-  if grid[2] > 1:
+  if grid[2] > 1 or stage:
     scratch = [pltpu.VMEM((tile.rows, tile.n), jnp.float32) for _ in halves]
 
   out = pl.pallas_call(
@@ -368,6 +401,7 @@ def grouped(
       row_scaled=lhs_scale is not None,
       column_scaled=rhs_scale is not None,
       weighted=weights is not None,
+      stage=stage,
       even=even,
     ),
     grid_spec=pltpu.PrefetchScalarGridSpec(

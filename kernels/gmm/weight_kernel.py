@@ -98,10 +98,13 @@ def _kernel(pairs, bounds, counts, *refs, tile, scaled, even):
 
     @pl.when(closes)
     def _():
-      value = acc_ref[...]
-      if scaled:
-        value = value * (lhs_scale_ref[...] * rhs_scale_ref[...])
-      out_ref[0] = value.astype(out_ref.dtype)
+      if not scaled:
+        out_ref[0] = acc_ref[...].astype(out_ref.dtype)
+        return
+      for start in range(0, acc_ref.shape[1], 128):
+        columns = slice(start, start + 128)
+        value = acc_ref[:, columns] * lhs_scale_ref[...] * rhs_scale_ref[:, columns]
+        out_ref[0, :, columns] = value.astype(out_ref.dtype)
 
 
 def transposed(
@@ -162,9 +165,11 @@ def transposed(
     pl.BlockSpec((tile.rows, tile.n), lambda i, j, v, *p: (row_tile(v, p), j)),
   ]
   if lhs_scale is not None:
-    operands += [lhs_scale.astype(jnp.float32)[:, None], rhs_scale.astype(jnp.float32)[None]]
+    # The scale of a row of the result stands in every lane: no broadcast in the kernel.
+    rows = jnp.broadcast_to(lhs_scale.astype(jnp.float32)[:, None], (k, 128))
+    operands += [rows, rhs_scale.astype(jnp.float32)[None]]
     in_specs += [
-      pl.BlockSpec((tile.k, 1), lambda i, j, v, *p: (i, 0)),
+      pl.BlockSpec((tile.k, 128), lambda i, j, v, *p: (i, 0)),
       pl.BlockSpec((1, tile.n), lambda i, j, v, *p: (0, j)),
     ]
   scratch = []

@@ -32,30 +32,39 @@ _MODELS = (
 )
 
 
-def _case(model: _Model, name: str, which: str, k: int, n: int, **changes) -> KernelCase:
+# Two experts, so that the change of matrix is in the schedule and the start of the pipeline is not
+# all of it.
+_GROUPS = 2
+
+
+def _case(
+  model: _Model, name: str, which: str, k: int, n: int, *, local: int | None = None, **changes
+) -> KernelCase:
   left, right = changes.get("left", "bfloat16"), changes.get("right", "bfloat16")
   epilogue = changes.get("epilogue", "none")
-  rows = model.expert_rows
+  local = local or model.experts
+  rows = _GROUPS * model.expert_rows
   common = {"which": which, "k": k, "n": n, **changes}
   if which == "drhs":
-    elements = rows * k * _BYTES[left] + rows * n * _BYTES[right] + 2 * k * n
+    elements = rows * k * _BYTES[left] + rows * n * _BYTES[right] + 2 * _GROUPS * k * n
   else:
     result = {"none": n, "swiglu": n // 2, "dswiglu": 4 * n}[epilogue]  # with what dswiglu reads
-    elements = rows * k * _BYTES[left] + k * n * _BYTES[right] + 2 * rows * result
+    matrices = _GROUPS * k * n * _BYTES[right]
+    elements = rows * k * _BYTES[left] + matrices + 2 * rows * result
   kernel = "drhs" if which == "drhs" else f"{which}_{epilogue}"
   return KernelCase(
     name=f"ours: {model.name} {name}",
     builder="tools.kernel_report.gmm_kernels:product",
-    arguments={**common, "groups": 1, "rows": rows, "group_rows": rows},
+    arguments={**common, "groups": _GROUPS, "rows": rows, "group_rows": model.expert_rows},
     kernel=f"gmm_{kernel}",
     flops=2.0 * rows * k * n,
     bytes=float(elements),
-    part=f"{rows:,} rows of 1 of {model.experts} experts",
+    part=f"{_GROUPS} of {local} experts, {model.expert_rows:,} rows each",
     dtype="bf16" if left == "bfloat16" else "fp8",
     whole={
       **common,
-      "groups": model.experts,
-      "rows": 2 * model.experts * rows,
+      "groups": local,
+      "rows": 2 * model.experts * model.expert_rows,
       "group_rows": 0,
     },
   )
@@ -85,4 +94,16 @@ def _cases(model: _Model) -> list[KernelCase]:
   return out
 
 
-CASES: tuple[KernelCase, ...] = tuple(case for model in _MODELS for case in _cases(model))
+def _all_experts(model: _Model) -> list[KernelCase]:
+  """All the experts of the model on one device: the list of visits must fit in scalar memory."""
+  d, f = model.embed, model.mlp
+  return [
+    _case(model, "wi forward, 512 local experts", "forward", d, 2 * f, local=512),
+    _case(model, "wi weight gradient, 512 local experts", "drhs", d, 2 * f, local=512),
+  ]
+
+
+CASES: tuple[KernelCase, ...] = (
+  *(case for model in _MODELS for case in _cases(model)),
+  *_all_experts(_MODELS[0]),
+)

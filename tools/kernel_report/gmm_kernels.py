@@ -9,6 +9,9 @@ from kernels.gmm import row_kernel, weight_kernel
 from kernels.gmm import tiles as tiles_lib
 from tools.kernel_report import public_kernels
 
+# What the cell's programs are compiled with: a kernel may use all of VMEM.
+_OPTIONS = {"xla_tpu_scoped_vmem_limit_kib": "65472"}
+
 
 def product(
   *,
@@ -53,10 +56,13 @@ def product(
     tiles = dataclasses.replace(tiles, n=tiles.n // 2)
   even = None
   if group_rows:
-    even = even_lib.Even(groups=groups, group_rows=group_rows, tile_rows=tiles.rows)
+    even = even_lib.Even(groups=groups, group_rows=group_rows, tile_rows=tiles.rows, offset=offset)
   float32, scaled = jnp.float32, jnp.dtype(left).itemsize == 1
   sizes = ((groups,), jnp.int32)
-  lower = public_kernels.lower_on_one_slice
+
+  def lower(*arguments):
+    return public_kernels.lower_on_one_slice(*arguments), _OPTIONS
+
   if which == "drhs":
 
     def weight_gradient(x, dy, sizes, *scales):

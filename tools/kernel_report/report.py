@@ -173,6 +173,8 @@ def _compile(case: KernelCase, directory: str, time_limit: float, *, simulate: b
         init_args=" ".join(flags),
       )
     )
+    if "compiled" not in result.stages:
+      raise compiler.ProgramError(f"the compiler refused the program: {result.verdict.detail}")
     found = schedule.read(
       result.hlo.read_text(),
       case.kernel,
