@@ -15,7 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels.base import implementation as implementation_lib
 from kernels.fp8 import fp8
+from kernels.moe_dispatch import unsort
 
 
 class Plan(NamedTuple):
@@ -108,18 +110,29 @@ def _take_rows(y, p: Plan):
   return jnp.where(p.sent[..., None], y[p.rows], 0)
 
 
-@jax.custom_vjp
-def dispatch(x: Float[Array, "T N"], p: Plan) -> Float[Array, "M N"]:
-  """Copies each token to the rows of its pairs; rows that no expert owns are zero."""
+def _sum(y, p: Plan, implementation):
+  def plain(y, rows, sent):
+    picked = jnp.where(sent[..., None], y[rows], 0).astype(jnp.float32)
+    return jnp.sum(picked, axis=1).astype(y.dtype)
+
+  return implementation_lib.dispatch(implementation, unsort.sum_rows, plain, y, p.rows, p.sent)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def dispatch(
+  x: Float[Array, "T N"], p: Plan, implementation: str = "reference"
+) -> Float[Array, "M N"]:
+  """Copies each token to the rows of its pairs; rows that no expert owns are zero.
+
+  `implementation` is that of the derivative, which is `sum_rows`.
+  """
   return _take_tokens(x, p)
 
 
-def _dispatch_backward(p, grad):
-  total = jnp.sum(_take_rows(grad, p).astype(jnp.float32), axis=1)
-  return total.astype(grad.dtype), None
-
-
-dispatch.defvjp(lambda x, p: (_take_tokens(x, p), p), _dispatch_backward)
+dispatch.defvjp(
+  lambda x, p, implementation: (_take_tokens(x, p), p),
+  lambda implementation, p, grad: (_sum(grad, p, implementation), None),
+)
 
 
 @jax.custom_vjp
@@ -152,14 +165,24 @@ def _combine_backward(residuals, grad):
 combine.defvjp(lambda y, w, p: (_combine(y, w, p), (y, w, p)), _combine_backward)
 
 
-@jax.custom_vjp
-def sum_rows(y: Float[Array, "M N"], p: Plan) -> Float[Array, "T N"]:
-  """Sum of each token's rows in float32, for rows that carry their weight already."""
-  return _dispatch_backward(p, y)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def sum_rows(
+  y: Float[Array, "M N"], p: Plan, implementation: str = "reference"
+) -> Float[Array, "T N"]:
+  """Sum of each token's rows in float32, for rows that carry their weight already.
+
+  Args:
+    y: Rows of the buffer; rows that no expert owns are not read.
+    p: Where they belong.
+    implementation: One of `kernels.base.implementation.IMPLEMENTATIONS`; the kernel's form is
+      `unsort.sum_rows`, for buffers much shorter than tokens x choices.
+  """
+  return _sum(y, p, implementation)
 
 
 sum_rows.defvjp(
-  lambda y, p: (_dispatch_backward(p, y)[0], p), lambda p, grad: (_take_tokens(grad, p), None)
+  lambda y, p, implementation: (_sum(y, p, implementation), p),
+  lambda implementation, p, grad: (_take_tokens(grad, p), None),
 )
 
 
@@ -199,5 +222,5 @@ def dispatch_quantised(x: Float[Array, "T N"], p: Plan, dtype=fp8.E4M3) -> Float
 
 dispatch_quantised.defvjp(
   lambda x, p, dtype: (dispatch_quantised(x, p, dtype), p),
-  lambda dtype, p, grad: _dispatch_backward(p, grad),
+  lambda dtype, p, grad: (_sum(grad, p, "reference"), None),
 )
