@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kernels.base import implementation as implementation_lib
-from kernels.conv1d import pallas_tpu, reference
+from kernels.conv1d import pallas_backward, pallas_forward, reference, tiling
 
-Tiles = pallas_tpu.Tiles
+Tiles = tiling.Tiles
 
 
 def causal_conv1d_silu(
@@ -64,8 +64,8 @@ def causal_conv1d_silu(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _conv(implementation, tiles, x, kernel, window, segment_ids, window_segment):
   def pallas(x, kernel, window, segment_ids, window_segment, *, interpret):
-    bits = pallas_tpu.tap_bits(segment_ids, window_segment, kernel.shape[0])
-    return pallas_tpu.forward(x, kernel, bits, window, tiles=tiles, interpret=interpret)
+    bits = tiling.tap_bits(segment_ids, window_segment, kernel.shape[0])
+    return pallas_forward.forward(x, kernel, bits, window, tiles=tiles, interpret=interpret)
 
   def plain(x, kernel, window, segment_ids, window_segment):
     return reference.causal_conv1d_silu(x, kernel, segment_ids, window, window_segment)
@@ -81,8 +81,8 @@ def _conv_forward(implementation, tiles, *operands):
 
 def _conv_backward(implementation, tiles, operands, dy):
   def pallas(x, kernel, window, segment_ids, window_segment, dy, *, interpret):
-    bits = pallas_tpu.tap_bits(segment_ids, window_segment, kernel.shape[0])
-    dx, dw, dwindow = pallas_tpu.backward(
+    bits = tiling.tap_bits(segment_ids, window_segment, kernel.shape[0])
+    dx, dw, dwindow = pallas_backward.backward(
       x, kernel, bits, window, dy, tiles=tiles, interpret=interpret
     )
     return dx, dw.astype(kernel.dtype), dwindow.astype(window.dtype)

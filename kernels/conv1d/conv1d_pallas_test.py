@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.conv1d import conv1d, pallas_tpu, reference
+from kernels.conv1d import conv1d, reference, tiling
 
 _TAPS = 4
 
@@ -23,7 +23,7 @@ def _row(lengths, total):
   return np.pad(ids, (0, total - len(ids)))
 
 
-def _inputs(dtype, length, channels=256, seed=0):
+def _inputs(dtype, length, channels=128, seed=0):
   r = np.random.default_rng(seed)
   # Boundaries inside tiles, one token before and after a tile's edge, and segments of one token.
   segments = np.stack([_row([31, 1, 34, 1, 1, 13], length), _row([length - 5], length)])
@@ -39,7 +39,7 @@ def _value_and_gradients(run, x, kernel, window, dy):
   return (y, *vjp(dy))
 
 
-def _pair(dtype, length, poison=True, window_segment=None, tiles=(32, 256)):
+def _pair(dtype, length, poison=True, window_segment=None, tiles=(64, 32, 16)):
   x, kernel, window, dy, segments, owner = _inputs(dtype, length)
   owner = owner if window_segment is None else jnp.asarray(window_segment, jnp.int32)
   wide = lambda a: a.astype(jnp.float32)
@@ -57,7 +57,7 @@ def _pair(dtype, length, poison=True, window_segment=None, tiles=(32, 256)):
     window,
     owner,
     implementation="interpret",
-    tiles=conv1d.Tiles(tokens=tiles[0], channels=tiles[1]),
+    tiles=conv1d.Tiles(tokens=tiles[0], chunk=tiles[1], masked_chunk=tiles[2]),
   )
   return (
     jax.jit(functools.partial(_value_and_gradients, run))(x, kernel, window, dy),
@@ -89,9 +89,12 @@ def test_tiles_without_boundaries_take_the_same_values():
   """One long segment: middle tiles run without masks, their neighbours with them."""
   x, kernel, window, dy, _, owner = _inputs(jnp.bfloat16, 160)
   segments = jnp.ones((2, 160), jnp.int32)
-  bits = pallas_tpu.tap_bits(segments, owner, _TAPS)
-  assert np.asarray(pallas_tpu._full_tiles(bits, 32, _TAPS, 0)).all()
-  assert np.asarray(pallas_tpu._full_tiles(bits, 32, _TAPS, 3)).tolist() == [[1, 1, 1, 1, 0]] * 2
+  bits = tiling.tap_bits(segments, owner, _TAPS)
+  tiles = conv1d.Tiles(tokens=64, chunk=32, masked_chunk=16)
+  assert np.asarray(tiling.full_chunks(bits, tiles, _TAPS, False)).tolist() == [[1] * 5 + [0]] * 2
+  assert (
+    np.asarray(tiling.full_chunks(bits, tiles, _TAPS, True)).tolist() == [[1] * 4 + [0] * 2] * 2
+  )
   run = lambda implementation, tiles: _value_and_gradients(
     lambda *a: conv1d.causal_conv1d_silu(
       a[0], a[1], segments, a[2], owner, implementation=implementation, tiles=tiles
@@ -101,8 +104,8 @@ def test_tiles_without_boundaries_take_the_same_values():
     window,
     dy,
   )
-  small = run("interpret", conv1d.Tiles(tokens=32, channels=128))
-  large = run("interpret", conv1d.Tiles(tokens=160, channels=256))
+  small = run("interpret", tiles)
+  large = run("interpret", conv1d.Tiles(tokens=96, chunk=96, masked_chunk=32))
   for a, b, c in zip(small, large, run("reference", None)):
     assert _relative(a, b) <= 1e-6
     assert _relative(a, c) <= 4e-3
@@ -115,7 +118,9 @@ def test_packed_then_sliced_equals_alone():
   x = jnp.asarray(r.normal(size=(1, 128, 128)), jnp.float32)
   kernel = jnp.asarray(r.normal(size=(_TAPS, 128)), jnp.float32)
   run = functools.partial(
-    conv1d.causal_conv1d_silu, implementation="interpret", tiles=conv1d.Tiles(tokens=32)
+    conv1d.causal_conv1d_silu,
+    implementation="interpret",
+    tiles=conv1d.Tiles(tokens=32, chunk=32, masked_chunk=32),
   )
   packed = run(x, kernel, jnp.asarray(_row(lengths, 128), jnp.int32)[None])
   start = 0
@@ -130,7 +135,9 @@ def test_rows_split_over_ranks_by_their_windows():
   x, kernel, _, _, _, _ = _inputs(jnp.float32, 128)
   segments = jnp.asarray(np.stack([_row([37, 51, 40], 128), _row([63, 2, 60], 128)]), jnp.int32)
   run = functools.partial(
-    conv1d.causal_conv1d_silu, implementation="interpret", tiles=conv1d.Tiles(tokens=16)
+    conv1d.causal_conv1d_silu,
+    implementation="interpret",
+    tiles=conv1d.Tiles(tokens=16, chunk=16, masked_chunk=16),
   )
   whole = run(x, kernel, segments)
   for rank in range(4):
@@ -151,9 +158,9 @@ def test_rows_split_over_ranks_by_their_windows():
 
 def test_planted_fault_is_caught(monkeypatch):
   """A kernel that ignores the segments' bits must fail the comparison."""
-  honest = pallas_tpu.tap_bits
-  ones = lambda *args: jnp.where(honest(*args) > 0, 15, 0)
-  monkeypatch.setattr(pallas_tpu, "tap_bits", ones)
+  honest = tiling.tap_bits
+  ones = lambda *args: jnp.where(honest(*args) > 0, 0xF0F, 0)
+  monkeypatch.setattr(tiling, "tap_bits", ones)
   got, expected, _ = _pair(jnp.bfloat16, 96)
   assert not _relative(got[0], expected[0]) <= 2e-3
   assert not _relative(got[1], expected[1]) <= 2e-3
@@ -161,7 +168,10 @@ def test_planted_fault_is_caught(monkeypatch):
 
 def test_tiles_are_validated():
   with pytest.raises(ValueError, match="multiple of 16"):
-    conv1d.Tiles(tokens=24)
-  assert conv1d.Tiles(tokens=512, channels=512).fit(100, 384) == (112, 384)
-  assert conv1d.Tiles(tokens=512, channels=512).fit(2048, 12288) == (512, 512)
-  assert conv1d.Tiles(tokens=64, channels=512).fit(2048, 96) == (64, 96)
+    conv1d.Tiles(masked_chunk=24)
+  with pytest.raises(ValueError, match="multiple of chunk=1024"):
+    conv1d.Tiles(tokens=1536)
+  fitted = conv1d.Tiles().fit(100)
+  assert (fitted.tokens, fitted.chunk, fitted.masked_chunk) == (112, 112, 16)
+  fitted = conv1d.Tiles().fit(2500)
+  assert (fitted.tokens, fitted.chunk, fitted.masked_chunk) == (3072, 1024, 128)

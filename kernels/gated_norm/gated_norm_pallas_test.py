@@ -36,7 +36,7 @@ def _pair(dtype, layout, length):
   run = functools.partial(gated_norm.gated_rms_norm, implementation="reference")
   expected = _value_and_gradients(run, wide[0], wide[1], scale, wide[2])
   turn = (lambda a: a) if layout == "head_minor" else (lambda a: jnp.moveaxis(a, 1, -1))
-  tiles = gated_norm.Tiles(tokens=64 if layout == "head_minor" else 128, heads=4)
+  tiles = gated_norm.Tiles(tokens=64, chunk=32, heads=4)
   run = functools.partial(
     gated_norm.gated_rms_norm, layout=layout, implementation="interpret", tiles=tiles
   )
@@ -57,8 +57,9 @@ def test_forward_and_gradients(dtype, bound, layout, length):
 
 @pytest.mark.parametrize("layout", gated_norm.LAYOUTS)
 def test_planted_fault_is_caught(layout, monkeypatch):
-  """A sigmoid where the SiLU belongs must fail the comparison."""
-  monkeypatch.setattr(pallas_tpu, "_sigmoid", lambda z: 0.5 + 0.5 * jnp.tanh(0.49 * z))
+  """A gate that is a little off must fail the comparison."""
+  honest = pallas_tpu._gate
+  monkeypatch.setattr(pallas_tpu, "_gate", lambda z: honest(0.98 * z))
   got, expected = _pair(jnp.bfloat16, layout, 128)
   assert not _relative(got[0], expected[0]) <= 2e-3
   assert not _relative(got[2], expected[2]) <= 2e-3
@@ -76,4 +77,6 @@ def test_arguments_are_validated():
   with pytest.raises(ValueError, match="head_minor, token_minor"):
     gated_norm.gated_rms_norm(x, z, scale, layout="channel_minor")
   with pytest.raises(ValueError, match="multiple of 16"):
-    gated_norm.Tiles(tokens=8)
+    gated_norm.Tiles(chunk=8)
+  assert gated_norm.Tiles().fit_rows(1000) == (1024, 512)
+  assert [gated_norm.Tiles(heads=8).fit_heads(n) for n in (64, 6, 12)] == [8, 2, 4]

@@ -3,15 +3,21 @@
     n = x r,  r = rsqrt(mean(x^2) + eps);   y = n w silu(z)
     a = dy w silu(z);  dx = r (a - n mean(a n));  dz = dy w n silu'(z);  dw = sum dy n silu(z)
 
-`head_minor` reads [tokens, heads * channels], a head on 128 lanes: the mean is a product with a
-constant matrix, which leaves it on every lane.  `token_minor` reads [heads, channels, tokens]: the
-mean runs over sublanes and nothing moves between lanes.
+`head_minor` reads [tokens, heads * channels], a head per tile: the mean runs over lanes.
+`token_minor` reads [heads, channels, tokens], a lane tile of tokens: the mean runs over sublanes and
+nothing moves between lanes.  Both work on `kernels.base.words`, a register of words at a time in
+straight-line code, so that the latency of one register's mean hides behind others'.
+
+With h = z / 2, t = tanh h and u = 1 + t:  silu(z) = h u  and  silu'(z) = u (1 + h (1 - t)) / 2.
+Sums stand for means: with r' = rsqrt(sum(x^2) + D eps), n' = x r' and w' = w sqrt(D), all of the
+above holds with sum(a n') for mean(a n), and dw = sqrt(D) sum dy n' silu(z).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +26,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-_ROWS = 16
-_LANES = 128
+from kernels.base import words
+
+_STEP = words.REGISTER_ROWS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,65 +36,66 @@ class Tiles:
   """Tile sizes of the kernels.
 
   Attributes:
-    tokens: Tokens per tile; a multiple of 16 (of 128 in the token-minor layout, or all of them).
-    heads: Heads per tile; lowered to a divisor of the heads there are.
+    tokens: Tokens per tile of the head-minor layout, a multiple of `chunk`; a tile is one head.
+    chunk: Tokens per loop step of the head-minor layout, a multiple of 16.
+    heads: Heads per tile of the token-minor layout, lowered to a divisor of the heads there are; a
+      tile is 128 tokens.
   """
 
-  tokens: int = 256
-  heads: int = 8
+  tokens: int = 4096
+  chunk: int = 512
+  heads: int = 64
 
   def __post_init__(self):
-    if self.tokens < _ROWS or self.tokens % _ROWS:
-      raise ValueError(f"tokens={self.tokens}: want a positive multiple of {_ROWS}")
+    if self.chunk < _STEP or self.chunk % _STEP:
+      raise ValueError(f"chunk={self.chunk}: want a positive multiple of {_STEP}")
+    if self.tokens < 1 or self.tokens % self.chunk:
+      raise ValueError(f"tokens={self.tokens}: want a multiple of chunk={self.chunk}")
     if self.heads < 1:
       raise ValueError(f"heads={self.heads}: want a positive number")
 
-  def fit(self, tokens: int, heads: int, token_minor: bool) -> tuple[int, int]:
-    """Tile (tokens, heads) for an array."""
-    rows = min(self.tokens, -(-tokens // _ROWS) * _ROWS)
-    if token_minor:
-      rows = tokens if tokens <= self.tokens else max(_LANES, self.tokens // _LANES * _LANES)
-    count = min(self.heads, heads)
-    while heads % count:
-      count -= 1
-    return rows, count
+  def fit_rows(self, rows: int) -> tuple[int, int]:
+    """Tokens per tile and per loop step for an array of `rows` tokens."""
+    chunk = min(self.chunk, -(-rows // _STEP) * _STEP)
+    return chunk * min(self.tokens // self.chunk, -(-rows // chunk)), chunk
+
+  def fit_heads(self, heads: int) -> int:
+    """Heads per tile for an array of `heads`."""
+    return math.gcd(heads, self.heads) if heads % self.heads else self.heads
 
 
-def _sigmoid(z):
-  return 0.5 + 0.5 * jnp.tanh(0.5 * z)
+def _gate(z):
+  """h, tanh h and 1 + tanh h."""
+  half = 0.5 * z
+  tanh = jnp.tanh(half)
+  return half, tanh, 1.0 + tanh
 
 
-def _lane_mean(x, exact):
-  """Mean over the lanes, on every lane."""
-  size = x.shape[1]
-  if not exact:
-    # Each square is rounded to bfloat16; the mean of many of them is far better than that.
-    ones = jnp.full((size, size), 1.0 / size, jnp.bfloat16)
-    if size & (size - 1) == 0:
-      return lax.dot(x.astype(jnp.bfloat16), ones, preferred_element_type=jnp.float32)
-  return jnp.mean(x, axis=1, keepdims=True)
+def _inverse(square_sums, count: int, eps: float):
+  """r'."""
+  return lax.rsqrt(square_sums + count * eps)
 
 
-def _head_forward(x, z, scale, eps, mean):
-  x, z = x.astype(jnp.float32), z.astype(jnp.float32)
-  normed = x * lax.rsqrt(mean(x * x) + eps)
-  return normed * scale * (z * _sigmoid(z))
+def _forward(x, z, scale, inverse):
+  half, _, u = _gate(z)
+  return (x * inverse) * scale * (half * u)
 
 
-def _head_backward(x, z, dy, scale, eps, mean):
-  x, z, dy = (v.astype(jnp.float32) for v in (x, z, dy))
-  inverse = lax.rsqrt(mean(x * x) + eps)
-  normed = x * inverse
-  gate = _sigmoid(z)
-  silu = z * gate
-  dy_normed = dy * normed
-  weighted = dy * (scale * silu)
-  dx = inverse * (weighted - normed * mean(weighted * normed))
-  dz = dy_normed * scale * (gate + silu * (1.0 - gate))
-  return dx, dz, dy_normed * silu
+def _backward(x, z, dy, scale, inverse):
+  """n', dy n' silu(z), a and dz."""
+  half, tanh, u = _gate(z)
+  n = x * inverse
+  dy_silu = dy * (half * u)
+  dz = dy * n * (0.5 * scale) * (u * (1.0 + half * (1.0 - tanh)))
+  return n, dy_silu * n, dy_silu * scale, dz
 
 
-def _over_heads(count, body):
+def _sublane_sum(x):
+  """[rows, C] -> [8, C], adding whole registers."""
+  return jnp.sum(x.reshape(-1, 8, x.shape[1]), axis=0)
+
+
+def _loop(count, body):
   def step(i, carry):
     body(i)
     return carry
@@ -95,75 +103,119 @@ def _over_heads(count, body):
   lax.fori_loop(0, count, step, 0)
 
 
-def _minor_forward(x_ref, z_ref, scale_ref, y_ref, *, eps, dim, exact):
-  def head(i):
-    at = pl.ds(pl.multiple_of(i * dim, dim), dim)
-    mean = functools.partial(_lane_mean, exact=exact)
-    y = _head_forward(x_ref[:, at], z_ref[:, at], scale_ref[...], eps, mean)
-    y_ref[:, at] = y.astype(y_ref.dtype)
+def _minor_forward(x_ref, z_ref, scale_ref, y_ref, *, eps, chunk, interpret):
+  parts, dim = words.parts_of(x_ref.dtype), x_ref.shape[1]
+  step, count = _STEP // parts, chunk // parts
+  scale = scale_ref[...]
 
-  _over_heads(x_ref.shape[1] // dim, head)
+  def body(i):
+    for offset in range(0, count, step):
+      at = pl.multiple_of(i * count + offset, step)
+      read = lambda ref, at=at: words.floats(words.load(ref, at, step, interpret), parts)
+      y = []
+      for x, z in zip(read(x_ref), read(z_ref)):
+        inverse = _inverse(jnp.sum(x * x, axis=1, keepdims=True), dim, eps)
+        y.append(_forward(x, z, scale, inverse))
+      words.store(y_ref, at, y, interpret)
+
+  _loop(x_ref.shape[0] // chunk, body)
 
 
 def _minor_backward(
-  x_ref, z_ref, dy_ref, scale_ref, dx_ref, dz_ref, dw_ref, *, eps, dim, exact, rows
+  x_ref, z_ref, dy_ref, scale_ref, dx_ref, dz_ref, dw_ref, *, eps, chunk, rows, interpret
 ):
+  parts, (tokens, dim) = words.parts_of(x_ref.dtype), x_ref.shape
+  step, count = _STEP // parts, chunk // parts
+  scale = scale_ref[...]
+  limit = rows - pl.program_id(0) * tokens
+
   @pl.when((pl.program_id(0) == 0) & (pl.program_id(1) == 0))
   def _():
     dw_ref[...] = jnp.zeros_like(dw_ref)
 
-  tokens = x_ref.shape[0]
-  limit = rows - pl.program_id(0) * tokens
+  def body(i):
+    sums = jnp.zeros((8, dim), jnp.float32)
+    for offset in range(0, count, step):
+      at = pl.multiple_of(i * count + offset, step)
+      read = lambda ref, at=at: words.floats(words.load(ref, at, step, interpret), parts)
+      dxs, dzs = [], []
+      for part, (x, z, dy) in enumerate(zip(read(x_ref), read(z_ref), read(dy_ref))):
+        inverse = _inverse(jnp.sum(x * x, axis=1, keepdims=True), dim, eps)
+        n, dw, a, dz = _backward(x, z, dy, scale, inverse)
+        dxs.append(inverse * (a - n * jnp.sum(a * n, axis=1, keepdims=True)))
+        dzs.append(dz)
+        if rows % tokens:  # Behind the last row a tile holds anything.
+          row = parts * (at + lax.broadcasted_iota(jnp.int32, dw.shape, 0)) + part
+          dw = jnp.where(row < limit, dw, 0.0)
+        sums += _sublane_sum(dw)
+      words.store(dx_ref, at, dxs, interpret)
+      words.store(dz_ref, at, dzs, interpret)
+    dw_ref[...] += sums
 
-  def head(i):
-    at = pl.ds(pl.multiple_of(i * dim, dim), dim)
-    mean = functools.partial(_lane_mean, exact=exact)
-    dx, dz, dw = _head_backward(
-      x_ref[:, at], z_ref[:, at], dy_ref[:, at], scale_ref[...], eps, mean
-    )
-    dx_ref[:, at] = dx.astype(dx_ref.dtype)
-    dz_ref[:, at] = dz.astype(dz_ref.dtype)
-    if rows % tokens:  # Behind the last row a tile holds anything.
-      dw = jnp.where(lax.broadcasted_iota(jnp.int32, dw.shape, 0) < limit, dw, 0.0)
-    dw_ref[...] += jnp.sum(dw.reshape(-1, 8, dim), axis=0)
-
-  _over_heads(x_ref.shape[1] // dim, head)
-
-
-def _sublane_mean(x):
-  return jnp.mean(x, axis=0, keepdims=True)
-
-
-def _major_forward(x_ref, z_ref, scale_ref, y_ref, *, eps):
-  def head(i):
-    y = _head_forward(x_ref[0, i], z_ref[0, i], scale_ref[...], eps, _sublane_mean)
-    y_ref[0, i] = y.astype(y_ref.dtype)
-
-  _over_heads(x_ref.shape[1], head)
+  _loop(tokens // chunk, body)
 
 
-def _major_backward(x_ref, z_ref, dy_ref, scale_ref, dx_ref, dz_ref, dw_ref, *, eps, length):
+def _major_sum(x):
+  """Sum over the sublanes of parts."""
+  return jnp.sum(sum(_sublane_sum(part) for part in x), axis=0, keepdims=True)
+
+
+def _major_parts(ref, i, interpret):
+  parts = words.parts_of(ref.dtype)
+  return words.floats(words.load(ref.at[0, i], 0, ref.shape[2] // parts, interpret), parts)
+
+
+def _heads_at_once(count):
+  """Heads in one loop step: enough to hide the latency of a mean, few enough for registers."""
+  return math.gcd(count, 4)
+
+
+def _major_forward(x_ref, z_ref, scale_ref, y_ref, *, eps, interpret):
+  unroll = _heads_at_once(x_ref.shape[1])
+
+  def body(i):
+    for head in range(unroll):
+      head += i * unroll
+      read = lambda ref, head=head: _major_parts(ref, head, interpret)
+      x, z = read(x_ref), read(z_ref)
+      inverse = _inverse(_major_sum([part * part for part in x]), x_ref.shape[2], eps)
+      y = [_forward(*pair, scale_ref[part], inverse) for part, pair in enumerate(zip(x, z))]
+      words.store(y_ref.at[0, head], 0, y, interpret)
+
+  _loop(x_ref.shape[1] // unroll, body)
+
+
+def _major_backward(
+  x_ref, z_ref, dy_ref, scale_ref, dx_ref, dz_ref, dw_ref, *, eps, length, interpret
+):
+  tokens, dim = x_ref.shape[3], x_ref.shape[2]
+  first = pl.program_id(2) * tokens
+  unroll = math.gcd(x_ref.shape[1], 2)
+
   @pl.when((pl.program_id(0) == 0) & (pl.program_id(1) == 0) & (pl.program_id(2) == 0))
   def _():
     dw_ref[...] = jnp.zeros_like(dw_ref)
 
-  tokens = x_ref.shape[3]
-  limit = length - pl.program_id(2) * tokens
+  def body(i):
+    for head in range(unroll):
+      head += i * unroll
+      read = lambda ref, head=head: _major_parts(ref, head, interpret)
+      x, z, dy = read(x_ref), read(z_ref), read(dy_ref)
+      inverse = _inverse(_major_sum([part * part for part in x]), dim, eps)
+      results = [
+        _backward(*given, scale_ref[part], inverse) for part, given in enumerate(zip(x, z, dy))
+      ]
+      total = _major_sum([a * n for n, _, a, _ in results])
+      dx = [inverse * (a - n * total) for n, _, a, _ in results]
+      words.store(dx_ref.at[0, head], 0, dx, interpret)
+      words.store(dz_ref.at[0, head], 0, [dz for *_, dz in results], interpret)
+      for part, (_, dw, _, _) in enumerate(results):
+        if length % tokens:
+          token = first + lax.broadcasted_iota(jnp.int32, dw.shape, 1)
+          dw = jnp.where(token < length, dw, 0.0)
+        dw_ref[part] += dw
 
-  def head(i):
-    dx, dz, dw = _head_backward(
-      x_ref[0, i], z_ref[0, i], dy_ref[0, i], scale_ref[...], eps, _sublane_mean
-    )
-    dx_ref[0, i] = dx.astype(dx_ref.dtype)
-    dz_ref[0, i] = dz.astype(dz_ref.dtype)
-    if length % tokens:
-      dw = jnp.where(lax.broadcasted_iota(jnp.int32, dw.shape, 1) < limit, dw, 0.0)
-    if tokens % _LANES:
-      dw_ref[:, :1] += jnp.sum(dw, axis=1, keepdims=True)
-    else:
-      dw_ref[...] += sum(dw[:, c : c + _LANES] for c in range(0, tokens, _LANES))
-
-  _over_heads(x_ref.shape[1], head)
+  _loop(x_ref.shape[1] // unroll, body)
 
 
 def _struct(x):
@@ -172,7 +224,7 @@ def _struct(x):
 
 def _call(body, grid, inputs, in_specs, out_shape, out_specs, name, interpret):
   return pl.pallas_call(
-    body,
+    functools.partial(body, interpret=interpret),
     grid=grid,
     in_specs=in_specs,
     out_specs=out_specs,
@@ -206,12 +258,12 @@ def head_minor(
   """
   rows, width = x.shape
   dim = scale.shape[0]
-  tokens, heads = tiles.fit(rows, width // dim, token_minor=False)
-  main = pl.BlockSpec((tokens, heads * dim), lambda i, h: (i, h))
+  tokens, chunk = tiles.fit_rows(rows)
+  main = pl.BlockSpec((tokens, dim), lambda i, h: (i, h))
   row = pl.BlockSpec((1, dim), lambda i, h: (0, 0))
-  grid = (pl.cdiv(rows, tokens), width // (heads * dim))
-  shared = {"eps": eps, "dim": dim, "exact": x.dtype == jnp.float32}
-  scale = scale.astype(jnp.float32)[None]
+  grid = (pl.cdiv(rows, tokens), width // dim)
+  shared = {"eps": eps, "chunk": chunk}
+  scale = dim**0.5 * scale.astype(jnp.float32)[None]
   if dy is None:
     body = functools.partial(_minor_forward, **shared)
     specs = [main, main, row]
@@ -228,7 +280,7 @@ def head_minor(
     "gated_norm_backward",
     interpret,
   )
-  return dx, dz, jnp.sum(dw, axis=0)
+  return dx, dz, dim**0.5 * jnp.sum(dw, axis=0)
 
 
 def token_minor(
@@ -243,27 +295,29 @@ def token_minor(
 ):
   """Forward, or with `dy` backward: (dx, dz, dscale float32); arguments as `head_minor`."""
   batch, count, dim, length = x.shape
-  tokens, heads = tiles.fit(length, count, token_minor=True)
+  tokens, heads = min(length, words.LANES), tiles.fit_heads(count)
+  parts = words.parts_of(x.dtype)
   main = pl.BlockSpec((1, heads, dim, tokens), lambda b, h, i: (b, h, 0, i))
-  column = pl.BlockSpec((dim, 1), lambda b, h, i: (0, 0))
+  spread = pl.BlockSpec((parts, dim // parts, tokens), lambda b, h, i: (0, 0, 0))
   grid = (batch, count // heads, pl.cdiv(length, tokens))
-  scale = scale.astype(jnp.float32)[:, None]
+  shape = (parts, dim // parts, tokens)
+  by_part = dim**0.5 * scale.astype(jnp.float32).reshape(dim // parts, parts).T
+  scale = jnp.broadcast_to(by_part[:, :, None], shape)
   if dy is None:
     body = functools.partial(_major_forward, eps=eps)
-    specs = [main, main, column]
+    specs = [main, main, spread]
     return _call(
       body, grid, (x, z, scale), specs, _struct(x), main, "gated_norm_token_minor", interpret
     )
   body = functools.partial(_major_backward, eps=eps, length=length)
-  sums = pl.BlockSpec((dim, _LANES), lambda b, h, i: (0, 0))
   dx, dz, dw = _call(
     body,
     grid,
     (x, z, dy, scale),
-    [main, main, main, column],
-    (_struct(x), _struct(z), jax.ShapeDtypeStruct((dim, _LANES), jnp.float32)),
-    (main, main, sums),
+    [main, main, main, spread],
+    (_struct(x), _struct(z), jax.ShapeDtypeStruct(shape, jnp.float32)),
+    (main, main, spread),
     "gated_norm_token_minor_backward",
     interpret,
   )
-  return dx, dz, jnp.sum(dw, axis=1)
+  return dx, dz, dim**0.5 * jnp.sum(dw, axis=2).T.reshape(dim)

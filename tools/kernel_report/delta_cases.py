@@ -1,0 +1,98 @@
+"""The kernels of the Gated DeltaNet mixer: the rule, its convolution and its norm.
+
+One device's share of a layer: 16,384 tokens of one row.
+"""
+
+from __future__ import annotations
+
+from tools.kernel_report.case import KernelCase
+
+_TOKENS = 16_384
+
+
+def _delta_net(model: str, key_heads: int, heads: int) -> list[KernelCase]:
+  """The gated delta rule at a model's heads.
+
+  Args:
+    model: Name of the model.
+    key_heads: Key heads, of which a case takes four.
+    heads: Value heads per key head.
+  """
+  dim, chunk, group, tokens = 128, 64, 4, 256
+  value_heads = group * heads
+  part = (
+    f"{tokens} of 16,384 tokens, {group} of {key_heads} key heads with {heads} value heads each"
+  )
+  # Products of one token: those shared by the value heads of a key head, and each value head's.
+  shared, square = 4.0 * chunk * dim, dim * dim
+  forward = group * shared + value_heads * (2 * chunk**2 / 3 + 6 * chunk * dim + 6 * square)
+  backward = group * shared + value_heads * (14 * square + 18 * chunk * dim)
+  state, inverse = 4.0 * square * value_heads, 4.0 * chunk * chunk * value_heads
+  kept = (state + inverse) / chunk  # bytes a token
+  token, gate = 2.0 * dim * (2 * group + value_heads), 12.0 * value_heads
+  values = 2.0 * dim * value_heads
+  out = []
+  for which, kernel, flops, bytes_ in (
+    ("forward", "gdn_forward", forward, token + values + gate),
+    ("forward, states kept", "gdn_forward", forward, token + values + gate + kept),
+    ("backward", "gdn_backward", backward, 2 * token + values + 2 * gate + kept),
+    ("m scan", "gdn_m_scan", value_heads * (2 * square + 2 * dim * square / chunk), token + gate),
+    ("dh scan", "gdn_dh_scan", value_heads * (4 * chunk * dim + 6 * square), token + gate),
+  ):
+    named = {"forward, states kept": "forward_saved"}.get(which, which.replace(" ", "_"))
+    common = {"which": named, "heads": heads, "group": group}
+    out.append(
+      KernelCase(
+        name=f"ours: gdn {model} {which}",
+        builder="tools.kernel_report.delta_kernels:delta_rule",
+        arguments={**common, "tokens": tokens, "key_heads": group},
+        whole={**common, "tokens": _TOKENS, "key_heads": key_heads},
+        kernel=kernel,
+        flops=tokens * flops,
+        bytes=tokens * bytes_,
+        part=part,
+      )
+    )
+  return out
+
+
+def _elementwise() -> list[KernelCase]:
+  """The convolution and the gated norm: bandwidth is their floor."""
+  out = []
+  tokens, channels = 8192, 2048
+  for which, arrays in (("forward", 2), ("backward", 3)):
+    out.append(
+      KernelCase(
+        name=f"ours: conv1d {which}",
+        builder="tools.kernel_report.delta_kernels:convolution",
+        arguments={"which": which, "tokens": tokens, "channels": channels},
+        whole={"which": which, "tokens": _TOKENS, "channels": 12_288, "masked": True},
+        kernel="causal_conv1d_silu",
+        flops=1.0,
+        bytes=2.0 * arrays * tokens * channels,
+        part="8,192 of 16,384 tokens, 2,048 of 12,288 channels, no boundary in a tile",
+      )
+    )
+  tokens, heads = 4096, 8
+  for layout in ("head_minor", "token_minor"):
+    for which, arrays in (("forward", 3), ("backward", 5)):
+      out.append(
+        KernelCase(
+          name=f"ours: gated norm {layout} {which}",
+          builder="tools.kernel_report.delta_kernels:gated_norm",
+          arguments={"which": which, "layout": layout, "tokens": tokens, "heads": heads},
+          whole={"which": which, "layout": layout, "tokens": _TOKENS, "heads": 64},
+          kernel="gated_norm",
+          flops=1.0,
+          bytes=2.0 * arrays * tokens * heads * 128,
+          part="4,096 of 16,384 tokens, 8 of 64 heads",
+        )
+      )
+  return out
+
+
+CASES: tuple[KernelCase, ...] = (
+  *_delta_net("397B", 16, 4),
+  *_delta_net("35B", 16, 2),
+  *_elementwise(),
+)
