@@ -161,7 +161,8 @@ def test_inverse(correlation, pack):
     keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
     heads.append(np.tril(0.95 * keys @ keys.T, -1))
   chunk = tile_math.Chunk(size, pack, tile_math.Products(exact=True))
-  (got,) = chunk.inverses([jnp.asarray(np.concatenate(heads, axis=1), jnp.float32)])
+  select = tile_math.block_selector(size, pack, jnp.float32)
+  (got,) = chunk.inverses([jnp.asarray(np.concatenate(heads, axis=1), jnp.float32)], select)
   for i, head in enumerate(heads):
     want = np.linalg.inv(np.eye(size) + head)
     assert _relative(got[:, i * size : (i + 1) * size], want) <= 1e-6

@@ -77,6 +77,18 @@ class Gates(NamedTuple):
   rows: Float[Array, "B N groups rows pack*C"]
 
 
+def selector(shape: Shape, width: int, dtype) -> Float[Array, "128 n"]:
+  """Ones where a lane is the head of a column, for `tile_math.Chunk.spread`.
+
+  Args:
+    shape: Static shape.
+    width: Lanes of each head of the result.
+    dtype: bfloat16, or float32 for exact products.
+  """
+  head = jnp.arange(shape.group_heads * width) // width
+  return (jnp.arange(LANES)[:, None] == head).astype(dtype)
+
+
 def pack_gates(
   g: Float[Array, "B S nv"],
   beta: Float[Array, "B S nv"],

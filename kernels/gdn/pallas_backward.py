@@ -35,15 +35,19 @@ from kernels.gdn import layout, pallas_forward, tile_math
 
 
 def _l2_gradient(x, norm, d):
-  """Gradient of x from that of its normalised value; `norm` is 1 / sqrt(sum x^2 + eps)."""
+  """Gradient of x from `norm` times that of its normalised value; norm is 1 / sqrt(x.x + eps)."""
   unit = x.astype(jnp.float32) * norm
-  return norm * (d - unit * jnp.sum(unit * d, axis=1, keepdims=True))
+  return d - unit * jnp.sum(unit * d, axis=1, keepdims=True)
+
+
+def _joined(parts, axis=1):
+  return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=axis)
 
 
 def _kernel(*given, shape: layout.Shape, exact: bool, full: bool, dv):
   refs = iter(given)
   take = lambda present: next(refs) if present else None
-  columns_ref, rows_ref, q_ref, k_ref = (next(refs) for _ in range(4))
+  columns_ref, rows_ref, select_ref, q_ref, k_ref = (next(refs) for _ in range(5))
   v_ref, d_out_ref, states_ref = take(full), next(refs), take(full)
   inverses_ref, d_final_ref = next(refs), next(refs)
   dq_ref, dk_ref, dv_ref, d_columns_ref, d_rows_ref = (take(full) for _ in range(5))
@@ -65,121 +69,135 @@ def _kernel(*given, shape: layout.Shape, exact: bool, full: bool, dv):
   real = gates.real > 0
   row_at, column_at = chunk.positions()
   strict = row_at > column_at
-  lane = jax.lax.broadcasted_iota(jnp.int32, (tokens, layout.LANES), 1)
-  last_token = jax.lax.broadcasted_iota(jnp.int32, (tokens, 1), 0) == tokens - 1
-  d_columns = jnp.zeros((tokens, layout.LANES), jnp.float32)
-  d_rows = []
+  # Each stage runs over all heads of the group before the next, as in the forward kernel.
+  groups = range(shape.group)
+  every = [(group, t) for group in groups for t in range(packs)]
+  numbered = list(enumerate(every))
+  indices = [[group * heads + t * pack + i for i in range(pack)] for group, t in every]
+  at = lambda n: slice(indices[n][0] * dv, (indices[n][-1] + 1) * dv)
+  width = lambda t: slice(t * pack * dv, (t + 1) * pack * dv)
+  of_group = lambda parts, group: _joined(parts[group * packs : (group + 1) * packs])
+  whole = lambda h: gates.from_start[tokens - 1 :, h : h + 1]
 
-  for group in range(shape.group):
-    key = slice(group * dk, (group + 1) * dk)
-    q = jnp.where(real, q_ref[0, :, key], 0)
-    k = jnp.where(real, k_ref[0, :, key], 0)
-    head = tile_math.key_head(chunk, q, k)
-    q_norm = head.q_norm * head.scale
-    d_state = d_state_ref[group]
-    d_state_pieces = split(d_state)
-    if full:
-      state = states_ref[0, 0, group]
-      state_pieces = split(state)
-      read = products(head.both, state_pieces)
-    d_written = products(head.keys, d_state_pieces)
-    d_reads, d_seen, scaled_out, scaled_x, scaled_u = [], [], [], [], []
-    sum_f = sum_e = None
+  keys, q_norms, queries = [], [], []
+  for group in groups:
+    lanes = slice(group * dk, (group + 1) * dk)
+    q = jnp.where(real, q_ref[0, :, lanes], 0)
+    k = jnp.where(real, k_ref[0, :, lanes], 0)
+    keys.append(tile_math.key_head(chunk, q, k))
+    queries.append((q, k))
+    q_norms.append(keys[-1].q_norm * keys[-1].scale)
+  d_states = [d_state_ref[group] for group in groups]
+  d_state_pieces = [split(d) for d in d_states]
+  d_written = [products(keys[group].keys, d_state_pieces[group]) for group in groups]
+  if full:
+    states = [states_ref[0, 0, group] for group in groups]
+    state_pieces = [split(state) for state in states]
+    reads = [products(keys[group].both, state_pieces[group]) for group in groups]
 
-    for t in range(packs):
-      first = group * heads + t * pack
-      index_of = [first + i for i in range(pack)]
-      column = lambda x, of: [x[:, h : h + 1] for h in of]
-      row = group * packs + t
-      beta = column(gates.beta, index_of)
-      from_start = column(gates.from_start, index_of)
-      to_end = column(gates.to_end, index_of)
-      decay = chunk.decay(gates, index_of, rows_ref[0, 0, 0, row : row + 1], segment_row)
-      p = head.qk * decay
-      inverse = inverses_ref[0, 0, group, t]
-      width = slice(t * pack * dv, (t + 1) * pack * dv)
-      at = slice(first * dv, (first + pack) * dv)
-      beta_wide = chunk.columns(beta, dv)
-      seen_scale = chunk.columns([f * head.k_norm for f in from_start], dv)
-      out_scale = chunk.columns([f * q_norm for f in from_start], dv)
-      d_out = jnp.where(real, d_out_ref[0, :, at], 0)
-      d_out_pieces = split(d_out)
-      d_written_t = chunk.columns([e * head.k_norm for e in to_end], dv) * d_written[:, width]
-      du = products(chunk.transpose(p), chunk.diagonal(d_out_pieces)) + d_written_t
-      dx = products(chunk.transpose(inverse), chunk.diagonal(split(du)))
-      d_out_wide = d_out.astype(jnp.float32)
-      d_reads.append(out_scale * d_out_wide)
-      d_seen.append(-beta_wide * seen_scale * dx)
-      if not full:
-        continue
+  decays = [
+    chunk.decay(gates, indices[n], rows_ref[0, 0, 0, n : n + 1], segment_row) for n, _ in numbered
+  ]
+  d_outs = [jnp.where(real, d_out_ref[0, :, at(n)], 0) for n, _ in numbered]
+  inverses = [split(inverses_ref[0, 0, group, t]) for group, t in every]
+  columns = tile_math.head_columns(gates, keys, heads)
+  scales = [[x[:, at(n)] for n, _ in numbered] for x in chunk.spread(columns, select_ref[...])]
+  betas, seen_scales, out_scales, end_scales = scales
+  d_written = [end_scales[n] * d_written[group][:, width(t)] for n, (group, t) in numbered]
+  du = [
+    chunk.transposed(split(keys[group].qk * decays[n]), split(d_outs[n])) + d_written[n]
+    for n, (group, _) in numbered
+  ]
+  dx = [chunk.transposed(inverses[n], split(du[n])) for n, _ in numbered]
 
-      seen = seen_scale * read[:tokens, width]
-      residual = jnp.where(real, v_ref[0, :, at].astype(jnp.float32), 0.0) - seen
-      u = products(inverse, chunk.diagonal(split(beta_wide * residual)))
-      u_diagonal = chunk.diagonal(split(u))
-      da = jnp.where(strict, -products(dx, u_diagonal, tile_math.ROWS_ROWS), 0.0)
-      dp = products(d_out_pieces, u_diagonal, tile_math.ROWS_ROWS)
-      dv_ref[0, :, at] = (beta_wide * dx).astype(dv_ref.dtype)
-
-      e, f = da * decay, dp * decay
-      beta_e = chunk.columns(beta, tokens) * e
-      sum_f = f if sum_f is None else sum_f + f
-      sum_e = beta_e if sum_e is None else sum_e + beta_e
-      e_kk = e * head.kk
-      y = chunk.columns(beta, tokens) * e_kk + f * head.qk
-      z = chunk.head_sums(u * d_written_t)
-      d_beta = chunk.head_sums(dx * residual)
-      d_beta_e = chunk.head_sums(e_kk)
-      d_b = chunk.head_sums(y)
-      through = d_out_wide * (out_scale * read[tokens:, width]) - beta_wide * dx * seen
-      d_b_state = chunk.head_sums(through)
-      d_rows.append(-jnp.sum(y, axis=0, keepdims=True))
-      scaled_out.append(chunk.columns(from_start, dv) * d_out_wide)
-      scaled_x.append(-beta_wide * chunk.columns(from_start, dv) * dx)
-      scaled_u.append(chunk.columns(to_end, dv) * u)
-      for i, h in enumerate(index_of):
-        lanes = slice((t * pack + i) * dv, (t * pack + i + 1) * dv)
-        whole = gates.from_start[tokens - 1 :, h : h + 1]
-        kept = whole * jnp.sum(state[:, lanes] * d_state[:, lanes], keepdims=True)
-        total = d_b[i] + d_b_state[i] - z[i]
-        total += jnp.where(last_token, jnp.sum(z[i], keepdims=True) + kept, 0.0)
-        d_columns = jnp.where(lane == h, total, d_columns)
-        of_beta = d_beta[i] + d_beta_e[i]
-        d_columns = jnp.where(lane == shape.group_heads + h, of_beta, d_columns)
-
-    concatenate = lambda parts: parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
-    if full:
-      by_states = products(concatenate(scaled_out), state_pieces, tile_math.ROWS_ROWS)
-      through_x = products(concatenate(scaled_x), state_pieces, tile_math.ROWS_ROWS)
-      through_u = products(concatenate(scaled_u), d_state_pieces, tile_math.ROWS_ROWS)
-      fold = lambda x: sum(chunk.halves(x))
-      between = jnp.concatenate([fold(sum_e), fold(sum_f)], axis=0)
-      k_row = head.k_norm_row[:, :tokens]
-      forward = products(between * k_row, head.keys)
-      norms = jnp.concatenate([head.k_norm, q_norm], axis=0)
-      back = products(between * norms, head.both, tile_math.COLS_COLS)
-      dq = forward[tokens:] + by_states
-      d_key = forward[:tokens] + back + through_x + through_u
-      dq_ref[0, :, key] = _l2_gradient(q, head.q_norm, head.scale * dq).astype(dq_ref.dtype)
-      dk_ref[0, :, key] = _l2_gradient(k, head.k_norm, d_key).astype(dk_ref.dtype)
-
-    d_both = jnp.concatenate([concatenate(d_seen), concatenate(d_reads)], axis=0)
-    d_before = products(head.both, split(d_both), tile_math.COLS_COLS)
+  beta_dx = [betas[n] * dx[n] for n, _ in numbered]
+  d_reads = [out_scales[n] * d_outs[n].astype(jnp.float32) for n, _ in numbered]
+  d_seen = [-seen_scales[n] * beta_dx[n] for n, _ in numbered]
+  d_both = [
+    split(jnp.concatenate([of_group(d_seen, group), of_group(d_reads, group)], axis=0))
+    for group in groups
+  ]
+  d_before = [products(keys[group].both, d_both[group], tile_math.COLS_COLS) for group in groups]
+  for group in groups:
     for j in range(heads):
       lanes = slice(j * dv, (j + 1) * dv)
-      h = group * heads + j
-      whole = gates.from_start[tokens - 1 :, h : h + 1]
-      d_state_ref[group, :, lanes] = whole * d_state[:, lanes] + d_before[:, lanes]
-
-  if full:
-    d_columns_ref[0, 0, 0] = d_columns
-    padding = shape.rows - len(d_rows)
-    d_rows.append(jnp.zeros((padding, d_rows[0].shape[1]), jnp.float32))
-    d_rows_ref[0, 0, 0] = jnp.concatenate(d_rows, axis=0)
+      kept = whole(group * heads + j) * d_states[group][:, lanes]
+      d_state_ref[group, :, lanes] = kept + d_before[group][:, lanes]
 
   @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
   def _():
     d_start_ref[0] = d_state_ref[...]
+
+  if not full:
+    return
+
+  for n, _ in numbered:
+    dv_ref[0, :, at(n)] = beta_dx[n].astype(dv_ref.dtype)
+  seen = [seen_scales[n] * reads[group][:tokens, width(t)] for n, (group, t) in numbered]
+  residuals = [
+    jnp.where(real, v_ref[0, :, at(n)].astype(jnp.float32), 0.0) - seen[n] for n, _ in numbered
+  ]
+  updates = [
+    products(inverses[n], chunk.diagonal(split(betas[n] * residuals[n]))) for n, _ in numbered
+  ]
+  # Gradients of A and P: one product, as both have the updates on the right.
+  between = [
+    products(
+      split(jnp.concatenate([-dx[n], d_outs[n].astype(jnp.float32)], axis=0)),
+      chunk.diagonal(split(updates[n])),
+      tile_math.ROWS_ROWS,
+    )
+    for n, _ in numbered
+  ]
+  e = [jnp.where(strict, between[n][:tokens], 0.0) * decays[n] for n, _ in numbered]
+  f = [between[n][tokens:] * decays[n] for n, _ in numbered]
+  narrow_betas = [chunk.narrow(betas[n]) for n, _ in numbered]
+  beta_e = [narrow_betas[n] * e[n] for n, _ in numbered]
+  y = [beta_e[n] * keys[g].kk + f[n] * keys[g].qk for n, (g, _) in numbered]
+  e_kk = [e[n] * keys[group].kk for n, (group, _) in numbered]
+  z = [updates[n] * d_written[n] for n, _ in numbered]
+  through = [
+    d_reads[n] * reads[group][tokens:, width(t)] - beta_dx[n] * seen[n] - z[n]
+    for n, (group, t) in numbered
+  ]
+  d_beta = [dx[n] * residuals[n] for n, _ in numbered]
+
+  lane = jax.lax.broadcasted_iota(jnp.int32, (tokens, layout.LANES), 1)
+  d_columns = jnp.zeros((tokens, layout.LANES), jnp.float32)
+  for n, (group, _) in numbered:
+    for i, h in enumerate(indices[n]):
+      lanes = slice((h - group * heads) * dv, (h - group * heads + 1) * dv)
+      kept = whole(h) * jnp.sum(
+        states[group][:, lanes] * d_states[group][:, lanes], 0, keepdims=True
+      )
+      last = jnp.sum(chunk.halves(z[n])[i], axis=0, keepdims=True) + kept
+      of_b = chunk.head_sum(through[n], y[n], i, last)
+      of_beta = chunk.head_sum(d_beta[n], e_kk[n], i)
+      d_columns = jnp.where(lane == h, of_b, d_columns)
+      d_columns = jnp.where(lane == shape.group_heads + h, of_beta, d_columns)
+  d_columns_ref[0, 0, 0] = d_columns
+  d_rows = [-jnp.sum(y[n], axis=0, keepdims=True) for n, _ in numbered]
+  d_rows.append(jnp.zeros((shape.rows - len(d_rows), d_rows[0].shape[1]), jnp.float32))
+  d_rows_ref[0, 0, 0] = jnp.concatenate(d_rows, axis=0)
+
+  fold = lambda parts, group: sum(
+    half for x in parts[group * packs : (group + 1) * packs] for half in chunk.halves(x)
+  )
+  by_states = [products(d_both[g], state_pieces[g], tile_math.ROWS_ROWS) for g in groups]
+  ends = [split(of_group([end_scales[n] * updates[n] for n, _ in numbered], g)) for g in groups]
+  through_u = [products(ends[g], d_state_pieces[g], tile_math.ROWS_ROWS) for g in groups]
+  for group in groups:
+    head, (q, k) = keys[group], queries[group]
+    square = jnp.concatenate([fold(beta_e, group), fold(f, group)], axis=0)
+    k_row = head.k_norm_row[:, :tokens]
+    norms = jnp.concatenate([head.k_norm, q_norms[group]], axis=0)
+    forward = norms * products(square * k_row, head.keys)
+    back = head.k_norm * products(square * norms, head.both, tile_math.COLS_COLS)
+    d_query = forward[tokens:] + by_states[group][tokens:]
+    d_key = forward[:tokens] + back + by_states[group][:tokens] + through_u[group]
+    lanes = slice(group * dk, (group + 1) * dk)
+    dq_ref[0, :, lanes] = _l2_gradient(q, head.q_norm, d_query).astype(dq_ref.dtype)
+    dk_ref[0, :, lanes] = _l2_gradient(k, head.k_norm, d_key).astype(dk_ref.dtype)
 
 
 def _run(q, k, v, gates, d_out, states, inverses, d_final, *, shape, interpret):
@@ -198,7 +216,10 @@ def _run(q, k, v, gates, d_out, states, inverses, d_final, *, shape, interpret):
   columns = per_chunk(1, shape.chunk, layout.LANES)
   rows = per_chunk(1, shape.rows, shape.pack * shape.chunk)
 
-  operands = [(gates.columns, columns), (gates.rows, rows), (q, key_tokens), (k, key_tokens)]
+  select = layout.selector(shape, dv, k.dtype)
+  everywhere = pl.BlockSpec(select.shape, lambda b, h, n: (0, 0))
+  operands = [(gates.columns, columns), (gates.rows, rows), (select, everywhere)]
+  operands += [(q, key_tokens), (k, key_tokens)]
   if full:
     operands.append((v, value_tokens))
   operands.append((d_out, value_tokens))

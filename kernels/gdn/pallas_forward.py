@@ -42,7 +42,7 @@ def kernel_name(name: str, group: int) -> str:
 def _kernel(*given, shape: layout.Shape, exact: bool, has_values, want_output, want_saved, dv):
   refs = iter(given)
   take = lambda present: next(refs) if present else None
-  columns_ref, rows_ref, q_ref, k_ref = (next(refs) for _ in range(4))
+  columns_ref, rows_ref, select_ref, block_ref, q_ref, k_ref = (next(refs) for _ in range(6))
   v_ref, start_ref = take(has_values), next(refs)
   out_ref, final_ref = take(want_output), next(refs)
   states_ref, inverses_ref, state_ref = take(want_saved), take(want_saved), next(refs)
@@ -70,7 +70,6 @@ def _kernel(*given, shape: layout.Shape, exact: bool, has_values, want_output, w
   indices = [[group * heads + t * pack + i for i in range(pack)] for group, t in every]
   at = lambda n: slice(indices[n][0] * dv, (indices[n][-1] + 1) * dv)
   width = lambda t: slice(t * pack * dv, (t + 1) * pack * dv)
-  column = lambda x, n: [x[:, h : h + 1] for h in indices[n]]
   numbered = list(enumerate(every))
 
   keys = []
@@ -85,35 +84,32 @@ def _kernel(*given, shape: layout.Shape, exact: bool, has_values, want_output, w
   decays = [
     chunk.decay(gates, indices[n], rows_ref[0, 0, 0, n : n + 1], segment_row) for n, _ in numbered
   ]
-  betas = [column(gates.beta, n) for n, _ in numbered]
+  columns = tile_math.head_columns(gates, keys, heads)
+  # What is needed early is spread by the matrix unit, what is needed late by the cross-lane unit:
+  # each has time to spare then.
+  betas, seen_scales = chunk.spread(columns[:2], select_ref[...])
+  wide = lambda x, n: chunk.columns([x[:, h : h + 1] for h in indices[n]], dv)
   lower = [
-    jnp.where(strict, chunk.columns(betas[n], tokens) * keys[group].kk * decays[n], 0.0)
+    jnp.where(strict, chunk.narrow(betas[:, at(n)]) * keys[group].kk * decays[n], 0.0)
     for n, (group, _) in numbered
   ]
-  inverses = chunk.inverses(lower)
-  seen_from = [column(gates.from_start, n) for n, _ in numbered]
+  inverses = chunk.inverses(lower, block_ref[...])
 
   inputs = []
   for n, (group, t) in numbered:
-    scaled = [f * keys[group].k_norm for f in seen_from[n]]
-    x = -chunk.columns(scaled, dv) * reads[group][:tokens, width(t)]
+    x = -seen_scales[:, at(n)] * reads[group][:tokens, width(t)]
     if has_values:
       x += jnp.where(real, v_ref[0, :, at(n)].astype(jnp.float32), 0.0)
-    inputs.append(split(chunk.columns(betas[n], dv) * x))
+    inputs.append(split(betas[:, at(n)] * x))
   updates = [products(split(t), chunk.diagonal(x)) for t, x in zip(inverses, inputs)]
 
   if want_output:
     for n, (group, t) in numbered:
-      head = keys[group]
-      scaled = [f * (head.q_norm * head.scale) for f in seen_from[n]]
-      out = products(head.qk * decays[n], chunk.diagonal(split(updates[n])))
-      out += chunk.columns(scaled, dv) * reads[group][tokens:, width(t)]
+      out = products(keys[group].qk * decays[n], chunk.diagonal(split(updates[n])))
+      out += wide(columns[2], n) * reads[group][tokens:, width(t)]
       out_ref[0, :, at(n)] = out.astype(out_ref.dtype)
 
-  writes = [
-    chunk.columns([e * keys[group].k_norm for e in column(gates.to_end, n)], dv) * updates[n]
-    for n, (group, _) in numbered
-  ]
+  writes = [wide(columns[3], n) * updates[n] for n, _ in numbered]
   for group in groups:
     writing = writes[group * packs : (group + 1) * packs]
     writing = writing[0] if packs == 1 else jnp.concatenate(writing, axis=1)
@@ -146,10 +142,15 @@ def _run(q, k, v, gates, start, *, shape, want_output, want_saved, interpret, na
   state = pl.BlockSpec((1, group, dk, shape.heads * dv), lambda b, h, n: (b, h, 0, 0))
   key_tokens, value_tokens = tokens(group * dk), tokens(shape.group_heads * dv)
 
-  operands = [gates.columns, gates.rows, q, k]
+  select = layout.selector(shape, dv, k.dtype)
+  blocks = tile_math.block_selector(shape.chunk, shape.pack, k.dtype)
+  everywhere = lambda x: pl.BlockSpec(x.shape, lambda b, h, n: (0,) * x.ndim)
+  operands = [gates.columns, gates.rows, select, blocks, q, k]
   in_specs = [
     per_chunk(1, shape.chunk, layout.LANES),
     per_chunk(1, shape.rows, shape.pack * shape.chunk),
+    everywhere(select),
+    everywhere(blocks),
     key_tokens,
     key_tokens,
   ]

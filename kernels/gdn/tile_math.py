@@ -20,6 +20,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 # Rows solved by substitution; larger blocks are merged by products.
 _BASE = 16
+# Rows of a weight tile of the matrix unit.
+_DEPTH = 256
 L2_EPS = 1e-6
 
 ROWS_COLS = (((1,), (0,)), ((), ()))  # a b
@@ -53,28 +55,48 @@ class Products:
   def __call__(self, a, b, dims=ROWS_COLS):
     """Product of arrays or of their pieces, in float32.
 
-    All products of pieces are one product of the stacked pieces, which loads each right side
-    once; the quadrants are added from the least significant up.
+    The pieces lie side by side along the contraction, so that one product adds them up inside the
+    matrix unit and fills its depth.  Where two right pieces fill it, the left pieces lie one above
+    the other: each right piece is loaded once.
     """
     a = a if isinstance(a, tuple) else self.split(a)
     b = b if isinstance(b, tuple) else self.split(b)
     ((contract_a,), (contract_b,)), _ = dims
-    stack = lambda pieces, axis: pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis)
-    precision = lax.Precision.HIGHEST if self.exact else None
+    stack = lambda parts, axis: parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
+    above = len(a) == len(b) == 2 and 2 * a[0].shape[contract_a] == _DEPTH
+    if above:
+      left = stack([stack(a, 1 - contract_a)] * 2, contract_a)
+      right = stack(b, contract_b)
+    else:  # low x low is left out.
+      order = [(i, j) for i in range(len(a)) for j in range(len(b)) if i + j < 2]
+      left = stack([a[i] for i, _ in order], contract_a)
+      right = stack([b[j] for _, j in order], contract_b)
     out = lax.dot_general(
-      stack(a, 1 - contract_a),
-      stack(b, 1 - contract_b),
+      left,
+      right,
       dims,
-      precision=precision,
+      precision=lax.Precision.HIGHEST if self.exact else None,
       preferred_element_type=jnp.float32,
     )
-    rows, columns = out.shape[0] // len(a), out.shape[1] // len(b)
-    part = lambda i, j: out[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
-    order = sorted(((i, j) for i in range(len(a)) for j in range(len(b))), key=sum, reverse=True)
-    total = part(*order[0])
-    for i, j in order[1:]:
-      total = total + part(i, j)
-    return total
+    rows = out.shape[0] // 2
+    return out[rows:] + out[:rows] if above else out
+
+
+def block_selector(tokens: int, pack: int, dtype):
+  """Ones at (lane, j * lanes + l) where `lane` is column j of the block that lane l lies in.
+
+  Args:
+    tokens: Tokens per chunk.
+    pack: Heads side by side.
+    dtype: bfloat16, or float32 for exact products.
+
+  Returns:
+    [lanes, (base - 1) * lanes] for the 128 lanes of a register, or all there are.
+  """
+  base, lanes = min(_BASE, tokens), min(128, pack * tokens)
+  row = jnp.arange(lanes)[:, None]
+  column = jnp.arange((base - 1) * lanes)
+  return (row == ((column % lanes) & ~(base - 1)) + column // lanes).astype(dtype)
 
 
 class Gates(NamedTuple):
@@ -137,6 +159,30 @@ class Chunk:
       out = jnp.where(self._lane(total) < width, out, parts[1])
     return out
 
+  def spread(self, columns, select):
+    """Columns over the lanes of their heads: [C, 128] each -> [C, heads * n] each.
+
+    A product with a matrix of ones and zeros, which leaves the cross-lane unit free.
+
+    Args:
+      columns: Arrays [C, 128], head h on lane h; other lanes must be finite.
+      select: From `layout.selector`.
+    """
+    out = self.products(jnp.concatenate(columns, axis=0), (select,))
+    return [out[i * self.tokens : (i + 1) * self.tokens] for i in range(len(columns))]
+
+  def narrow(self, wide):
+    """[C, pack * n] that is constant over each head's lanes -> [C, pack * C]."""
+    width = wide.shape[1] // self.pack
+    if width < self.tokens:
+      return self.columns([half[:, :1] for half in self.halves(wide)], self.tokens)
+    if self.pack == 1:
+      return wide[:, : self.tokens]
+    if width % 128:
+      return jnp.concatenate([half[:, : self.tokens] for half in self.halves(wide)], axis=1)
+    first, second = (half[:, : 2 * self.tokens] for half in self.halves(wide))
+    return jnp.where(self._lane(first.shape) < self.tokens, first, second)
+
   def diagonal(self, x):
     """[C, pack * n] -> [pack * C, pack * n] with the heads' blocks on the diagonal."""
     if isinstance(x, tuple):
@@ -144,32 +190,52 @@ class Chunk:
     if self.pack == 1:
       return x
     width = x.shape[1] // 2
+    if width % 128 == 0:
+      zero = jnp.zeros((x.shape[0], width), x.dtype)
+      return jnp.concatenate(
+        [
+          jnp.concatenate([x[:, :width], zero], axis=1),
+          jnp.concatenate([zero, x[:, width:]], axis=1),
+        ],
+        axis=0,
+      )
     first = self._lane(x.shape) < width
     zero = jnp.zeros_like(x)
     return jnp.concatenate([jnp.where(first, x, zero), jnp.where(first, zero, x)], axis=0)
 
-  def transpose(self, x):
-    """Transposes each head's C x C matrix."""
-    turned = x.T
+  def transposed(self, a, b):
+    """a^T b head by head: pieces [C, pack * C] and [C, pack * n] -> [C, pack * n]."""
+    out = self.products(a, b, COLS_COLS)
     if self.pack == 1:
-      return turned
-    return jnp.concatenate([turned[: self.tokens], turned[self.tokens :]], axis=1)
+      return out
+    # The product has all pairs of heads: those of a head with itself are kept.
+    width = out.shape[1] // 2
+    return jnp.concatenate([out[: self.tokens, :width], out[self.tokens :, width:]], axis=1)
 
   def halves(self, x):
     """The heads' parts of [C, pack * n]."""
     width = x.shape[1] // self.pack
     return [x[:, i * width : (i + 1) * width] for i in range(self.pack)]
 
-  def head_sums(self, x):
-    """Sum over the lanes of each head: a list of [C, 1]."""
-    if self.pack == 1:
-      return [jnp.sum(x, axis=1, keepdims=True)]
-    width = x.shape[1] // 2
-    if width % 128 == 0:
-      return [jnp.sum(part, axis=1, keepdims=True) for part in self.halves(x)]
-    first = jnp.sum(jnp.where(self._lane(x.shape) < width, x, 0.0), axis=1, keepdims=True)
-    second = jnp.sum(jnp.where(self._lane(x.shape) < width, 0.0, x), axis=1, keepdims=True)
-    return [first, second]
+  def head_sum(self, x, square, head: int, last=None):
+    """Sum over the lanes of one head: [C, 1].
+
+    Args:
+      x: [C, pack * n].
+      square: [C, pack * C], added.
+      head: Which head of the pack.
+      last: [1, n] added to the last row of x, or None.
+    """
+    x = self.halves(x)[head]
+    if last is not None:
+      row = self._lane((8, x.shape[1]), 0)
+      tail = x[self.tokens - 8 :] + jnp.where(row == 7, last, 0.0)
+      x = jnp.concatenate([x[: self.tokens - 8], tail], axis=0)
+    if self.pack == 1 or x.shape[1] % square.shape[1]:
+      square = self.halves(square)[head]
+      return jnp.sum(x, axis=1, keepdims=True) + jnp.sum(square, axis=1, keepdims=True)
+    mine = self._lane(square.shape) >> _log2(self.tokens) == head
+    return jnp.sum(x + jnp.where(mine, square, 0.0), axis=1, keepdims=True)
 
   def decay(self, gates: Gates, heads, b_row, segment_row):
     """exp(b_i - b_j) for i >= j in one segment, else 0: packed [C, pack * C].
@@ -181,11 +247,25 @@ class Chunk:
     b = self.columns([gates.b[:, h : h + 1] for h in heads], self.tokens)
     return jnp.where(allowed, jnp.exp(jnp.where(allowed, b - b_row, 0.0)), 0.0)
 
-  def inverses(self, matrices):
+  def _block_columns(self, diagonals, select):
+    """Column j of every block over its lanes, for every j: [matrix][j], [base, pack * C] each."""
+    base, width = diagonals[0].shape
+    lanes = select.shape[0]
+    slices = [d[:, i : i + lanes] for d in diagonals for i in range(0, width, lanes)]
+    out = self.products(jnp.concatenate(slices, axis=0), (select,))
+    of = lambda n, j: out[n * base : (n + 1) * base, j * lanes : (j + 1) * lanes]
+    count = width // lanes
+    join = lambda parts: parts[0] if count == 1 else jnp.concatenate(parts, axis=1)
+    return [
+      [join([of(i * count + part, j) for part in range(count)]) for j in range(base - 1)]
+      for i in range(len(diagonals))
+    ]
+
+  def inverses(self, matrices, select):
     """(I + a)^-1 of each of some packed strictly lower triangular matrices.
 
     Substitution inside diagonal blocks of 16 rows, all blocks of a pack at once, one block beside
-    the other on the lanes; then pairs of blocks are merged: [[T1, 0], [-T2 A21 T1, T2]].  The
+    the other on the lanes (`select` is `block_selector`'s); then pairs of blocks are merged: [[T1, 0], [-T2 A21 T1, T2]].  The
     matrices advance in step, so that the chain of one hides behind the others'.
     """
     row, column = self.positions()
@@ -202,11 +282,10 @@ class Chunk:
       diagonals.append(diagonal)
     eye = jnp.where(in_block == (lane & (base - 1)), 1.0, 0.0)
     solved = [eye] * len(matrices)
-    start = lane & ~(base - 1)
+    weights = self._block_columns(diagonals, select)
     for j in range(base - 1):
       # Rows up to j have weight zero; row j is finished.
-      weights = [jnp.take_along_axis(diagonal, start + j, axis=1) for diagonal in diagonals]
-      solved = [t - w * t[j : j + 1] for t, w in zip(solved, weights)]
+      solved = [t - w[j] * t[j : j + 1] for t, w in zip(solved, weights)]
     inverses = [
       jnp.concatenate([jnp.where(owner == block, t, 0.0) for block in blocks], axis=0)
       for t in solved
@@ -215,11 +294,19 @@ class Chunk:
     while size < self.tokens:
       shift = _log2(size)
       corner = ((row >> shift) & 1 == 1) & (column >> shift == (row >> shift) - 1)
-      below = [self.products.split(jnp.where(corner, a, 0.0)) for a in matrices]
+      lower = lambda x, size=size: [x[i : i + size] for i in range(size, self.tokens, 2 * size)]
+      below = [self.diagonal(self.products.split(jnp.where(corner, a, 0.0))) for a in matrices]
       pieces = [self.products.split(t) for t in inverses]
-      steps = [self.products(t, self.diagonal(a)) for t, a in zip(pieces, below)]
+      rows = [tuple(jnp.concatenate(lower(x), axis=0) for x in p) for p in pieces]
+      steps = [self.products(t, a) for t, a in zip(rows, below)]
       steps = [self.products(x, self.diagonal(t)) for x, t in zip(steps, pieces)]
-      inverses = [t - x for t, x in zip(inverses, steps)]
+      merged = []
+      for t, x in zip(inverses, steps):
+        parts = [t[i : i + size] for i in range(0, self.tokens, size)]
+        for i in range(1, len(parts), 2):
+          parts[i] = parts[i] - x[i // 2 * size : (i // 2 + 1) * size]
+        merged.append(jnp.concatenate(parts, axis=0))
+      inverses = merged
       size *= 2
     return inverses
 
@@ -279,3 +366,25 @@ def key_head(chunk: Chunk, q, k) -> KeyHead:
     qk * (q_norm * scale) * k_norm_row,
     scale,
   )
+
+
+def head_columns(gates: Gates, keys, heads: int):
+  """What scales the rows of each value head, as columns for `Chunk.spread`.
+
+  Args:
+    gates: Of the grid step.
+    keys: `KeyHead` of each key head.
+    heads: Value heads per key head.
+
+  Returns:
+    beta, from_start / |k|, from_start scale / |q| and to_end / |k|: [C, 128] each.
+  """
+  lane = lax.broadcasted_iota(jnp.int32, gates.b.shape, 1)
+  k_norm = q_norm = jnp.zeros_like(gates.b)
+  for index, key in reversed(list(enumerate(keys))):
+    mine = lane < (index + 1) * heads
+    k_norm = jnp.where(mine, key.k_norm, k_norm)
+    q_norm = jnp.where(mine, key.q_norm * key.scale, q_norm)
+  parts = gates.beta, gates.from_start * k_norm, gates.from_start * q_norm, gates.to_end * k_norm
+  # Lanes without a head hold anything.
+  return [jnp.where(lane < heads * len(keys), x, 0.0) for x in parts]
