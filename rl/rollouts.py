@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from kernels.base.options import UserError
+from rl import jsonl
 from rl import trajectory as trajectory_lib
 from rl.trajectory import Trajectory
 
@@ -47,42 +48,37 @@ OPTIONAL = ("old_logprobs", "truncated", "policy_version", "routed_experts", "st
 _SLIP = 0.85
 
 
-def read(path: str, *, vocab_size: int | None = None) -> list[Trajectory]:
+def read(
+  path: str,
+  *,
+  vocab_size: int | None = None,
+  routing: trajectory_lib.Routing | None = None,
+) -> list[Trajectory]:
   """Reads every trajectory of a file.
 
   Args:
     path: A `.jsonl` (or `.json`, `.ndjson`) or `.parquet` file.
     vocab_size: Size of the model's vocabulary; larger ids are refused.
+    routing: What `routed_experts` must be to be replayed; None where they are not.
 
   Raises:
     UserError: The file is missing, empty or of another kind, or a line is malformed; the message
       has the line's number.
   """
-  if not os.path.isfile(path):
-    raise UserError(f"rollouts file {path} does not exist or is no file; give --rollouts=FILE")
+  jsonl.require_file(path, "rollouts")
   lowered = path.lower()
   if lowered.endswith(".parquet"):
     records = _parquet_records(path)
   elif lowered.endswith((".jsonl", ".json", ".ndjson")):
-    records = _json_records(path)
+    records = jsonl.read(path, "rollouts")
   else:
     raise UserError(f"rollouts file {path} must end in .jsonl or .parquet")
-  found = [from_record(record, name, vocab_size=vocab_size) for name, record in records]
+  found = [
+    from_record(record, name, vocab_size=vocab_size, routing=routing) for name, record in records
+  ]
   if not found:
     raise UserError(f"rollouts file {path} has no trajectories")
   return found
-
-
-def _json_records(path: str) -> Iterator[tuple[str, Any]]:
-  with open(path, encoding="utf-8") as file:
-    for number, line in enumerate(file, 1):
-      if not line.strip():
-        continue
-      name = f"{path} line {number}"
-      try:
-        yield name, json.loads(line)
-      except json.JSONDecodeError as error:
-        raise UserError(f"{name} is no JSON: {error.msg} at column {error.colno}") from None
 
 
 def _parquet_records(path: str) -> Iterator[tuple[str, Any]]:
@@ -102,13 +98,20 @@ def _parquet_records(path: str) -> Iterator[tuple[str, Any]]:
     raise UserError(f"{path} is no readable Parquet file: {error}") from None
 
 
-def from_record(record: Any, name: str, *, vocab_size: int | None = None) -> Trajectory:
+def from_record(
+  record: Any,
+  name: str,
+  *,
+  vocab_size: int | None = None,
+  routing: trajectory_lib.Routing | None = None,
+) -> Trajectory:
   """Turns one JSON object into a trajectory.
 
   Args:
     record: The parsed object.
     name: What messages call it.
     vocab_size: Size of the model's vocabulary, when known.
+    routing: What `routed_experts` must be to be replayed; None where they are not.
 
   Raises:
     UserError: A field is missing, misspelt or of the wrong type or length.
@@ -158,7 +161,7 @@ def from_record(record: Any, name: str, *, vocab_size: int | None = None) -> Tra
     name=name,
     **optional,
   )
-  wrong = trajectory_lib.problem(made, vocab_size)
+  wrong = trajectory_lib.problem(made, vocab_size, routing)
   if wrong:
     raise UserError(f"{name}: {wrong}")
   return made
@@ -314,15 +317,17 @@ def group_size(trajectories: Sequence[Trajectory], expected: int | None = None) 
     UserError: A group has another size; named.
   """
   counts: dict[int | str, int] = {}
-  for one in trajectories:
+  first: dict[int | str, str] = {}
+  for index, one in enumerate(trajectories):
     counts[one.group_id] = counts.get(one.group_id, 0) + 1
+    first.setdefault(one.group_id, one.called(index))
   want = expected if expected is not None else next(iter(counts.values()), 0)
   for group, count in counts.items():
     if count != want:
       raise UserError(
         f"group {group} has {count} trajectories, want {want} as "
         + ("--generations_per_prompt says" if expected is not None else "the first group has")
-        + "; a group must be complete"
+        + f"; a group must be complete (this one starts at {first[group]})"
       )
   return want
 
@@ -357,7 +362,8 @@ def steps(
       if len(run) % count:
         raise UserError(
           f"{len(run)} trajectories do not divide into steps of --prompts_per_step="
-          f"{prompts_per_step} groups of {size}; want a multiple of {count}"
+          f"{prompts_per_step} groups of {size}; want a multiple of {count} (they start at "
+          f"{run[0].called(0)})"
         )
       batches += [run[start : start + count] for start in range(0, len(run), count)]
   for batch in batches:

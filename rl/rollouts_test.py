@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kernels.base.options import UserError
-from rl import rollouts
+from rl import rollouts, trajectory
 
 GOOD = {
   "group_id": 7,
@@ -90,9 +90,50 @@ def test_a_bad_value_is_named_with_its_line(tmp_path, change, text):
   assert text in str(caught.value) and "\n" not in str(caught.value)
 
 
+ROUTING = trajectory.Routing(layers=4, top_k=2, experts=8)
+
+
+@pytest.mark.parametrize(
+  "shape, highest, routing, text",
+  [
+    ((5, 4, 2), 8, ROUTING, "has expert 8; the model has 8"),
+    ((3, 4, 2), 99, ROUTING, "has expert 99; the model has 8"),
+    ((5, 3, 2), 7, ROUTING, "has 3 layers of 2 experts a token; the model has 4 of 2"),
+    ((5, 4, 1), 7, ROUTING, "has 4 layers of 1 experts a token; the model has 4 of 2"),
+    ((5, 4, 2), 7, trajectory.Routing(layers=4, top_k=0, experts=0), "the model has no experts"),
+  ],
+)
+def test_experts_to_replay_must_be_the_models(tmp_path, shape, highest, routing, text):
+  good = np.full((5, 4, 2), -1)
+  good[0] = 7
+  wrong = np.zeros(shape, int)
+  wrong[-1, 0, 0] = highest
+  given = [GOOD, GOOD | {"routed_experts": wrong.tolist()}]
+  with pytest.raises(UserError, match="rollouts.jsonl line 2: ") as caught:
+    rollouts.read(_file(tmp_path, *given), routing=routing)
+  assert text in str(caught.value) and "\n" not in str(caught.value)
+  assert len(rollouts.read(_file(tmp_path, *given))) == 2  # not replayed, so of no concern
+  given[1]["routed_experts"] = good.tolist()
+  assert len(rollouts.read(_file(tmp_path, *given), routing=ROUTING)) == 2
+
+
+def test_text_that_is_no_utf8_is_named_and_a_mark_is_passed_over(tmp_path):
+  path = tmp_path / "rollouts.jsonl"
+  line = json.dumps(GOOD | {"note": "a\u2028b\x85c"}, ensure_ascii=False).encode()
+  path.write_bytes(b"\xef\xbb\xbf" + line + b"\r\n" + line + b"\n")
+  assert len(rollouts.read(str(path))) == 2
+  path.write_bytes(line + b"\n" + b"\x80\x04\x95")
+  with pytest.raises(UserError, match=r"line 2 is no UTF-8 text \(byte 1"):
+    rollouts.read(str(path))
+
+
 def test_malformed_line_and_missing_field_have_a_number(tmp_path):
   with pytest.raises(UserError, match="line 3 is no JSON"):
     rollouts.read(_file(tmp_path, GOOD, "", '{"group_id": 1,'))
+  with pytest.raises(UserError, match="Unterminated string starting at column 2$"):
+    rollouts.read(_file(tmp_path, '{"group_id'))
+  with pytest.raises(UserError, match="line 1 is no JSON that can be read"):
+    rollouts.read(_file(tmp_path, "9" * 5000))
   short = {k: v for k, v in GOOD.items() if k != "loss_mask"}
   with pytest.raises(UserError, match="line 1 lacks loss_mask"):
     rollouts.read(_file(tmp_path, short))
@@ -108,7 +149,7 @@ def test_notes_of_the_producer_pass_and_slips_do_not(tmp_path):
 
 
 def test_files_that_cannot_be_read(tmp_path):
-  with pytest.raises(UserError, match="does not exist"):
+  with pytest.raises(UserError, match="--rollouts=.*/none.jsonl: no such file"):
     rollouts.read(str(tmp_path / "none.jsonl"))
   (tmp_path / "empty.jsonl").write_text("\n")
   with pytest.raises(UserError, match="no trajectories"):
@@ -124,7 +165,8 @@ def test_files_that_cannot_be_read(tmp_path):
 
 
 def _batch(groups, **extra):
-  return [rollouts.from_record(GOOD | {"group_id": g} | extra, "x") for g in groups]
+  made = [GOOD | {"group_id": g} | extra for g in groups]
+  return [rollouts.from_record(record, f"line {i}") for i, record in enumerate(made, 1)]
 
 
 def test_steps_are_cut_where_the_recorded_step_changes():
@@ -136,9 +178,9 @@ def test_steps_are_cut_where_the_recorded_step_changes():
 
 
 def test_incomplete_groups_are_refused():
-  with pytest.raises(UserError, match="group 1 has 1 trajectories, want 2"):
+  with pytest.raises(UserError, match="group 1 has 1 trajectories, want 2.* starts at line 3"):
     rollouts.steps(_batch([0, 0, 1]))
   with pytest.raises(UserError, match="group 0 has 2 trajectories, want 4"):
     rollouts.steps(_batch([0, 0, 1, 1]), generations_per_prompt=4)
-  with pytest.raises(UserError, match="do not divide into steps"):
+  with pytest.raises(UserError, match="do not divide into steps.* start at line 1"):
     rollouts.steps(_batch([0, 0, 1, 1, 2, 2]), prompts_per_step=2)

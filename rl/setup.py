@@ -209,7 +209,15 @@ def build(settings: options.Settings) -> Setup:
   recorded: list[list[trajectory.Trajectory]] = []
   if run.rollouts is not None:
     recorded = rollouts.steps(
-      rollouts.read(user_path(run.rollouts), vocab_size=model.vocab_size),
+      rollouts.read(
+        user_path(run.rollouts),
+        vocab_size=model.vocab_size,
+        routing=trajectory.Routing(
+          layers=model.num_hidden_layers, top_k=model.num_experts_per_tok, experts=model.num_experts
+        )
+        if settings.replay_routed_experts
+        else None,
+      ),
       generations_per_prompt=batch.generations_per_prompt,
       prompts_per_step=batch.prompts_per_step,
     )

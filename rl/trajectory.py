@@ -64,12 +64,30 @@ class Trajectory:
     return self.name or f"trajectory {index} of the batch (group {self.group_id})"
 
 
-def problem(trajectory: Trajectory, vocab_size: int | None = None) -> str | None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Routing:
+  """Shape of a model's routing decisions.
+
+  Attributes:
+    layers: Layers of the model.
+    top_k: Experts of a token in each; 0 in a dense model.
+    experts: Experts of a layer; 0 in a dense model.
+  """
+
+  layers: int
+  top_k: int
+  experts: int
+
+
+def problem(
+  trajectory: Trajectory, vocab_size: int | None = None, routing: Routing | None = None
+) -> str | None:
   """What is wrong with a trajectory, in one clause, or None.
 
   Args:
     trajectory: The one to judge.
     vocab_size: Size of the model's vocabulary, when known.
+    routing: That of the model which is to replay the experts; None where none is.
   """
   count = len(trajectory.completion_ids)
   if len(trajectory.prompt_ids) == 0:
@@ -105,6 +123,22 @@ def problem(trajectory: Trajectory, vocab_size: int | None = None) -> str | None
       )
     if routed.min(initial=0) < -1:
       return f"routed_experts has {routed.min()}; want an expert or -1 for unset"
+    if routing is not None:
+      return _routing_problem(routed, routing)
+  return None
+
+
+def _routing_problem(routed: np.ndarray, routing: Routing) -> str | None:
+  if not routing.experts:
+    return "routed_experts cannot be replayed: the model has no experts"
+  _, layers, top_k = routed.shape
+  if (layers, top_k) != (routing.layers, routing.top_k):
+    return (
+      f"routed_experts has {layers} layers of {top_k} experts a token; the model has "
+      f"{routing.layers} of {routing.top_k}"
+    )
+  if routed.max(initial=-1) >= routing.experts:
+    return f"routed_experts has expert {routed.max()}; the model has {routing.experts}"
   return None
 
 

@@ -12,37 +12,31 @@ import shlex
 import subprocess
 
 from kernels.base import options
+from rl import jsonl
 from rl.tasks import task
 
 _HELD_OUT_OF = 5
 _VERIFIER_SECONDS = 30.0
 
 
-def read_problems(path: str | pathlib.Path) -> list[task.Problem]:
+def read_problems(path: str | pathlib.Path, flag: str = "prompts") -> list[task.Problem]:
   """Reads a file of problems.
 
   Each line is an object with `prompt` and `answer` (texts; numbers are taken as their text) and,
   if wanted, `demonstration`, a completion to warm up on.  Blank lines are passed over.
 
+  Args:
+    path: The file.
+    flag: Name of the flag that gave it, without dashes.
+
   Raises:
     options.UserError: No such file, no problem in it, or a malformed line (with its number).
   """
-  path = pathlib.Path(path)
-  try:
-    text = path.read_text(encoding="utf-8")
-  except (OSError, UnicodeDecodeError) as error:
-    raise options.UserError(f"{path}: cannot be read: {error}") from None
   problems = []
-  for number, line in enumerate(text.splitlines(), 1):
-    if not line.strip():
-      continue
-    where = f"{path}, line {number}"
-    try:
-      entry = json.loads(line)
-    except ValueError as error:
-      raise options.UserError(f"{where}: no valid JSON: {error}") from None
+  for where, entry in jsonl.read(path, flag):
     if not isinstance(entry, dict):
-      raise options.UserError(f"{where}: want an object with prompt and answer, got {line:.40}")
+      given = json.dumps(entry)
+      raise options.UserError(f"{where}: want an object with prompt and answer, got {given:.40}")
     texts = {}
     for key in ("prompt", "answer"):
       value = entry.get(key)
@@ -80,7 +74,7 @@ class JsonLinesTask(task.Task):
     """
     problems = read_problems(path)
     if held_out_path is not None:
-      self._train, self._held_out = problems, read_problems(held_out_path)
+      self._train, self._held_out = problems, read_problems(held_out_path, "held_out_prompts")
       shared = {p.question for p in self._train} & {p.question for p in self._held_out}
       if shared:
         raise options.UserError(

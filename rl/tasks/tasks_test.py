@@ -96,7 +96,7 @@ def test_json_lines(tmp_path):
   [
     ([], "holds no problem"),
     (["", "  "], "holds no problem"),
-    (['{"prompt": "a", "answer": "b"}', "{oops"], "line 2: no valid JSON"),
+    (['{"prompt": "a", "answer": "b"}', "{oops"], "line 2 is no JSON: Expecting"),
     (['{"prompt": "a"}'], "line 1: want a text under 'answer'"),
     (['["a", "b"]'], "line 1: want an object"),
     (['{"prompt": "", "answer": "b"}'], "line 1: want a text under 'prompt'"),
@@ -110,8 +110,13 @@ def test_json_lines_mistakes_are_named(tmp_path, lines, message):
 def test_missing_files_are_named(tmp_path):
   with pytest.raises(options.UserError, match="give --prompts"):
     registry.make("json_lines")
-  with pytest.raises(options.UserError, match="cannot be read"):
+  with pytest.raises(options.UserError, match="--prompts=.*/absent: no such file"):
     registry.make("json_lines", prompts=str(tmp_path / "absent"))
+  one = _write(tmp_path / "a.jsonl", ['{"prompt": "a", "answer": "b"}'])
+  with pytest.raises(options.UserError, match="--held_out_prompts=.*/absent: no such file"):
+    registry.make("json_lines", prompts=one, held_out_prompts=str(tmp_path / "absent"))
+  with pytest.raises(options.UserError, match="--prompts=.*: is a directory"):
+    registry.make("json_lines", prompts=str(tmp_path))
 
 
 def test_held_out_prompts_must_not_be_trained_on(tmp_path):
