@@ -279,6 +279,19 @@ class ModelOptions:
     maximum=1024,
     check=lambda n: None if n & (n - 1) == 0 else "want a power of two",
   )
+  kernel_implementation: str = options.option(
+    "reference",
+    help="How the kernels of Gated DeltaNet layers run where their channels fill a TPU's lanes: "
+    "auto takes Pallas where a program is compiled for a TPU and plain JAX elsewhere, interpret "
+    "runs the Pallas bodies on any device, reference is plain JAX. Pallas kernels are not "
+    "partitioned: on a mesh of several devices they must lie inside shard_map.",
+    choices=("auto", "interpret", "reference"),
+  )
+  gdn_fwd_kernel_head_group_size: int = options.option(
+    1,
+    help="Key heads per grid step of the delta rule's Pallas kernels; divides the key heads.",
+    minimum=1,
+  )
   float32_gate_logits: bool = options.option(
     False,
     help="Router logits from a float32 product instead of one in the activations' type.",

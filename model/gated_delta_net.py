@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from kernels.base import options as options_lib
 from kernels.conv1d import conv1d
 from kernels.gated_norm import gated_norm
 from kernels.gdn import gdn
@@ -62,6 +63,12 @@ class GatedDeltaNet(nnx.Module):
 
   def __init__(self, config: config_lib.ModelConfig, options, *, rngs: nnx.Rngs):
     self.config, self.options = config, options
+    group = options.gdn_fwd_kernel_head_group_size
+    if config.linear_num_key_heads % group:
+      raise options_lib.UserError(
+        f"--gdn_fwd_kernel_head_group_size={group} does not divide the model's"
+        f" {config.linear_num_key_heads} key heads"
+      )
     hidden, heads = config.hidden_size, config.linear_num_value_heads
     common = {"config": config, "options": options, "rngs": rngs}
     self.in_proj_qkv = layers.Linear(hidden, config.conv_dim, ("embed", "gdn_qkv"), **common)
@@ -102,7 +109,9 @@ class GatedDeltaNet(nnx.Module):
       mixed, new_window = conv1d.causal_conv1d_silu_step(qkv[:, 0], kernel, window)
       mixed = mixed[:, None]
     else:
-      mixed = conv1d.causal_conv1d_silu(qkv, kernel, segments, window)
+      mixed = conv1d.causal_conv1d_silu(
+        qkv, kernel, segments, window, implementation=self.options.kernel_implementation
+      )
       if cache is not None:
         new_window = conv1d.next_window(qkv, window, jnp.sum(real, axis=1))
     q, k, v = jnp.split(mixed, [config.key_dim, 2 * config.key_dim], axis=-1)
@@ -130,8 +139,16 @@ class GatedDeltaNet(nnx.Module):
         segments,
         None if cache is None else cache.state,
         chunk_size=self.options.gdn_chunk_size,
+        implementation=self.options.kernel_implementation,
+        head_group=self.options.gdn_fwd_kernel_head_group_size,
       )
     z = self.in_proj_z(x).reshape(batch, length, *values)
-    out = gated_norm.gated_rms_norm(out, z, self.norm.scale[...], config.rms_norm_eps)
+    out = gated_norm.gated_rms_norm(
+      out,
+      z,
+      self.norm.scale[...],
+      config.rms_norm_eps,
+      implementation=self.options.kernel_implementation,
+    )
     out = self.out_proj(out.reshape(batch, length, config.value_dim))
     return out, None if cache is None else DeltaState(state, new_window)

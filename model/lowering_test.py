@@ -4,7 +4,9 @@ import time
 
 import jax
 import jax.numpy as jnp
+import pytest
 
+from kernels.base import options as options_lib
 from model import api
 from model import config as config_lib
 
@@ -31,3 +33,34 @@ def test_largest_model_lowers_in_seconds():
   assert len(text) < 3_000_000, len(text)
   assert jax.tree.structure(lowered.out_info[1]) == jax.tree.structure(params)
   assert seconds < 60
+
+
+def _lowered_delta_net(**changes):
+  """Text of a Gated DeltaNet layer, an attention layer and their gradient, lowered for a TPU."""
+  kept = {k: v for k, v in config_lib.preset("35B-A3B").to_hf().items() if k != "layer_types"}
+  config = config_lib.ModelConfig.from_hf(
+    kept | {"num_hidden_layers": 2, "full_attention_interval": 2}
+  )
+  options = config_lib.ModelOptions(**changes)
+  params = api.abstract_params(config, options)
+  row = jax.ShapeDtypeStruct((1, 256), jnp.int32)
+
+  def loss(params, inputs):
+    return jnp.sum(api.forward(config, options, params, inputs).hidden.astype(jnp.float32))
+
+  inputs = api.ModelInputs(row, row, row, None)
+  traced = jax.jit(jax.grad(loss)).trace(params, inputs)
+  return traced.lower(lowering_platforms=("tpu",)).as_text()
+
+
+def test_kernels_reach_the_model():
+  text = _lowered_delta_net(kernel_implementation="auto", gdn_fwd_kernel_head_group_size=4)
+  for kernel in ("gdn_forward_g4", "gdn_states_g4", "gdn_backward_g4", "gated_norm_backward"):
+    assert kernel in text, kernel
+  assert "causal_conv1d_silu_backward" in text
+  assert "tpu_custom_call" not in _lowered_delta_net()
+
+
+def test_a_head_group_that_does_not_divide_is_refused():
+  with pytest.raises(options_lib.UserError, match="16 key heads"):
+    _lowered_delta_net(kernel_implementation="auto", gdn_fwd_kernel_head_group_size=3)

@@ -192,6 +192,19 @@ def _fsdp(mesh: str) -> int:
   return MeshShape.parse(mesh).fsdp
 
 
+MODEL_RULES = (
+  Rule(
+    name="head-group-without-kernels",
+    keys=("gdn_fwd_kernel_head_group_size", "kernel_implementation"),
+    broken=lambda s: (
+      s.gdn_fwd_kernel_head_group_size != 1 and s.kernel_implementation == "reference"
+    ),
+    reason="plain JAX has no grid steps; add --kernel_implementation=auto or leave the group at 1",
+    accepted={"gdn_fwd_kernel_head_group_size": 4, "kernel_implementation": "auto"},
+    refused={"gdn_fwd_kernel_head_group_size": 4},
+  ),
+)
+
 OPTIMIZER_RULES = (
   Rule(
     name="adam-decay-below-one",
@@ -271,4 +284,12 @@ RUN_RULES = (
   ),
 )
 
-RULES = LOSS_RULES + ADVANTAGE_RULES + BATCH_RULES + MESH_RULES + OPTIMIZER_RULES + RUN_RULES
+RULES = (
+  LOSS_RULES
+  + ADVANTAGE_RULES
+  + BATCH_RULES
+  + MESH_RULES
+  + MODEL_RULES
+  + OPTIMIZER_RULES
+  + RUN_RULES
+)
