@@ -48,6 +48,15 @@ def _programs(
   return sharding.compile_programs(functions, sharding.of_option(model, mesh))
 
 
+def _placed(state):
+  """The state on the first device, every leaf bound to it.
+
+  Some leaves of a loaded state are bound to a device and others are not; after an update all
+  are, and the programs would be compiled again for that alone.
+  """
+  return jax.device_put(state, jax.devices()[0])
+
+
 class Learner:
   """Holds the training state and the compiled programs of one loss."""
 
@@ -77,7 +86,7 @@ class Learner:
       # A copy: the state is donated step by step.
       self._reference = jax.tree.map(jnp.copy, params)
     if self._layout is None:
-      self.state = optimizer.init_state(params, options.optimizer)
+      self.state = _placed(optimizer.init_state(params, options.optimizer))
     else:
       self.state = sharding.init_state(params, options.optimizer, self._layout)
 
@@ -96,7 +105,8 @@ class Learner:
 
   def restore(self, checkpointed: dict[str, Any]) -> None:
     """Takes what `checkpointed` gave."""
-    self.state = checkpointed["state"]
+    state = checkpointed["state"]
+    self.state = _placed(state) if self._layout is None else state
     self._reference = checkpointed.get("reference")
 
   def step(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import pathlib
 import resource
 import signal
 import time
@@ -45,22 +46,28 @@ _FREE = frozenset(
 
 
 class Preemption:
-  """Notes SIGTERM, so that the loop can stop between two steps."""
+  """Notes SIGTERM and the first Ctrl-C, so that the loop can stop between two steps."""
 
   def __init__(self):
-    """Takes the signal over, where this is the main thread."""
-    self.requested = False
+    """Takes the signals over, where this is the main thread."""
+    self.requested: str | None = None  # The signal's name.
+    self._before: dict[int, Any] = {}
     try:
-      self._before = signal.signal(signal.SIGTERM, self._note)
+      for number in (signal.SIGTERM, signal.SIGINT):
+        self._before[number] = signal.signal(number, self._note)
     except ValueError:  # Signals belong to the main thread.
-      self._before = None
+      pass
 
-  def _note(self, *_: Any) -> None:
-    self.requested = True
+  def _note(self, number: int, frame: Any) -> None:
+    if number == signal.SIGINT:
+      if self.requested:  # A second Ctrl-C does not wait for the step.
+        raise KeyboardInterrupt
+      print("\nstopping after this step; Ctrl-C again stops at once, unsaved", flush=True)
+    self.requested = signal.Signals(number).name
 
   def close(self) -> None:
-    if self._before is not None:
-      signal.signal(signal.SIGTERM, self._before)
+    for number, before in self._before.items():
+      signal.signal(number, before)
 
 
 class Loop:
@@ -164,6 +171,24 @@ class Loop:
       "another --output_dir, or add --allow_config_change"
     )
 
+  def _refuse_to_overwrite(self) -> None:
+    """A fresh run replaces no file that it did not make."""
+    given = self._settings.save_rollouts
+    if given is None:
+      return
+    path = pathlib.Path(setup.user_path(given))
+    if path.suffix.lower() not in rollouts.SUFFIXES:
+      raise options.UserError(
+        f"--save_rollouts={given}: want a file name that ends in {' or '.join(rollouts.SUFFIXES)}"
+      )
+    # Metrics are there when an earlier start of this very run was killed before its checkpoint.
+    own = (self.parts.output_dir / "metrics.jsonl").exists()
+    if path.exists() and path.stat().st_size and not own:
+      raise options.UserError(
+        f"--save_rollouts={given}: exists, and this run did not write it; choose another file, or "
+        "remove that one"
+      )
+
   # Phases.
 
   def run(self) -> bool:
@@ -177,6 +202,7 @@ class Loop:
     """
     try:
       if not self._resume():
+        self._refuse_to_overwrite()
         params = self.parts.initial_params()
         if self._wants_warmup:
           self._phase, self._learner = _WARMUP, self.parts.warmup_learner(params)
@@ -187,8 +213,8 @@ class Loop:
       self._store.wait()
       if not finished:
         self._say(
-          f"stopped by SIGTERM; saved to {self.parts.output_dir}; the same command with "
-          f"--output_dir={self.parts.output_dir} goes on from there"
+          f"stopped by {self._preemption.requested}; saved to {self.parts.output_dir}; the same "
+          f"command with --output_dir={self.parts.output_dir} goes on from there"
         )
         return False
       return True

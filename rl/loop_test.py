@@ -364,6 +364,17 @@ def test_preemption_gives_the_signal_back():
   assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_the_first_ctrl_c_waits_for_the_step_and_the_second_does_not():
+  preemption = loop.Preemption()
+  try:
+    os.kill(os.getpid(), signal.SIGINT)
+    assert preemption.requested == "SIGINT"
+    with pytest.raises(KeyboardInterrupt):
+      os.kill(os.getpid(), signal.SIGINT)
+  finally:
+    preemption.close()
+
+
 def test_recipes_parse_and_are_overridden_by_later_flags():
   for name in recipes.RECIPES:
     argv = recipes.expand(["trainer", f"--recipe={name}", "--entropy_bonus=0.125"])
@@ -371,8 +382,33 @@ def test_recipes_parse_and_are_overridden_by_later_flags():
     assert settings.entropy_bonus == 0.125
   assert recipes.choose(["trainer"]) == "sort"
   assert recipes.choose(["trainer", "--checkpoint", "x"]) == "finetune"
-  assert recipes.choose(["trainer", "--rollouts=x", "--checkpoint=y"]) == "none"
+  assert recipes.choose(["trainer", "--rollouts=x", "--checkpoint=y"]) == "recorded"
   assert recipes.choose(["trainer", "--rollouts=x", "--recipe=add"]) == "add"
+
+
+def test_a_recipe_is_chosen_by_what_a_flag_file_holds(tmp_path, monkeypatch):
+  (tmp_path / "my.flags").write_text("--checkpoint=/x\n--learning_rate=0.5\n")
+  monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(tmp_path))
+  for argv in (["--flagfile=my.flags"], ["--flagfile", "my.flags"]):
+    expanded = recipes.expand(["trainer", *argv])
+    settings = cli.parse(expanded, trainer_options.COMPONENTS, rules=refusals.RULES)
+    assert settings.max_steps == 20 and settings.learning_rate == 0.5
+  with pytest.raises(options.OptionError, match="none.flags"):
+    expanded = recipes.expand(["trainer", "--flagfile=none.flags"])
+    cli.parse(expanded, trainer_options.COMPONENTS, rules=refusals.RULES)
+
+
+def test_a_recording_replaces_no_file_of_the_users(tmp_path):
+  precious = tmp_path / "precious.jsonl"
+  precious.write_text("mine\n")
+  for path, said in ((precious, "exists"), (tmp_path / "x.txt", "ends in .jsonl or .parquet")):
+    training = loop.Loop(
+      setup.build(settings_of(f"--output_dir={tmp_path / 'run'}", f"--save_rollouts={path}")),
+      say=lambda text: None,
+    )
+    with pytest.raises(options.UserError, match=said):
+      training.run()
+  assert precious.read_text() == "mine\n"
 
 
 def test_output_directories_are_new_ones_and_relative_to_the_caller(tmp_path, monkeypatch):

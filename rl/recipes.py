@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from absl import flags
+
+from kernels.base import cli
+
 # Small float32 models on a CPU: short rows, small chunks, no recomputation, everything trained
 # but the router.
 _SMALL = {
@@ -76,6 +80,8 @@ RECIPES: dict[str, dict[str, str]] = {
     "eval_problems": "200",
     "max_steps": "20",
   },
+  # Recorded trajectories: the options' own defaults but for rows that a laptop can hold.
+  "recorded": {"row_tokens": "2048", "micro_batch_rows": "4"},
   "none": {},
 }
 
@@ -96,14 +102,18 @@ def choose(argv: Sequence[str]) -> str:
   if name:
     return name
   if given(argv, "rollouts"):
-    return "none"
+    return "recorded"
   return "finetune" if given(argv, "checkpoint") else "sort"
 
 
 def expand(argv: Sequence[str]) -> list[str]:
   """The command line with its recipe's flags before the given ones; a later flag wins.
 
-  An unknown name is left for the flags' own check.
+  An unknown name, or a flag file that cannot be read, is left for the flags' own check.
   """
-  flags = RECIPES.get(choose(argv), {})
-  return [argv[0], *(f"--{k}={v}" for k, v in flags.items()), *argv[1:]]
+  try:
+    argv = cli.expand_flag_files(argv)
+  except flags.Error:
+    return list(argv)
+  first = RECIPES.get(choose(argv), {})
+  return [argv[0], *(f"--{k}={v}" for k, v in first.items()), *argv[1:]]

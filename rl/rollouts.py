@@ -218,6 +218,9 @@ def to_record(trajectory: Trajectory) -> dict[str, Any]:
   return record
 
 
+SUFFIXES = (".jsonl", ".parquet")
+
+
 class Writer:
   """Writes trajectories to a `.jsonl` file, appended and flushed a batch, or to a `.parquet` one.
 

@@ -17,9 +17,10 @@ class RunOptions:
 
   recipe: str | None = option(
     None,
-    help="Built-in set of flags that stand before those of the command line: sort, add, finetune "
-    "or none.  Empty for sort; finetune with --checkpoint; none with --rollouts.",
-    choices=("sort", "add", "finetune", "none"),
+    help="Built-in set of flags that stand before those of the command line: sort, add, "
+    "finetune, recorded or none.  Empty for sort; finetune with --checkpoint; recorded with "
+    "--rollouts.",
+    choices=("sort", "add", "finetune", "recorded", "none"),
   )
   model_preset: str = option(
     "tiny_moe",

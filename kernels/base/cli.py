@@ -67,6 +67,30 @@ def define_flags(
   return found
 
 
+def expand_flag_files(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> list[str]:
+  """The command line with the contents of its `--flagfile=FILE` in their place.
+
+  A relative path is taken from where the command was typed: Bazel starts a program elsewhere and
+  says so in BUILD_WORKING_DIRECTORY.
+
+  Raises:
+    flags.Error: A file cannot be read.
+  """
+  environ = os.environ if environ is None else environ
+  base = environ.get("BUILD_WORKING_DIRECTORY", "")
+  placed, is_path = [], False
+  for argument in argv[1:]:
+    name, equals, path = argument.partition("=")
+    flag = name in ("--flagfile", "-flagfile")
+    if flag and equals:
+      argument = f"{name}={os.path.join(base, os.path.expanduser(path))}"
+    elif is_path:
+      argument = os.path.join(base, os.path.expanduser(argument))
+    is_path = flag and not equals
+    placed.append(argument)
+  return [argv[0], *flags.FlagValues().read_flags_from_files(placed, force_gnu=False)]
+
+
 def parse(
   argv: Sequence[str],
   components: Sequence[type],
@@ -97,7 +121,7 @@ def parse(
   declared = {opt.name: opt for opt in define_flags(*components, flag_values=registry)}
   flags.DEFINE_boolean(_CHECK, False, "Judge the flags and exit.", flag_values=registry)
   try:
-    expanded = registry.read_flags_from_files(list(argv[1:]), force_gnu=False)
+    expanded = expand_flag_files(argv, environ)[1:]
     for argument in expanded:
       if argument.startswith("-") and argument.lstrip("-").split("=")[0] == _FORBIDDEN:
         raise options.OptionError(f"--{_FORBIDDEN} is refused: it would make unknown flags inert")

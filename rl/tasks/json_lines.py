@@ -7,6 +7,7 @@ hash of the prompt, is held out, so that equal prompts fall on one side.
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import shlex
 import subprocess
@@ -85,10 +86,10 @@ class JsonLinesTask(task.Task):
       side = [task.stable_uniform("held-out", p.question) % _HELD_OUT_OF == 0 for p in problems]
       self._held_out = [p for p, held in zip(problems, side) if held]
       self._train = [p for p, held in zip(problems, side) if not held]
-      if not self._train:
+      if not self._train or not self._held_out:
         raise options.UserError(
-          f"{path}: {len(problems)} problems are too few to hold some out; give a second file with "
-          "--held_out_prompts"
+          f"{path}: its {len(problems)} problems are too few to hold some out (one in "
+          f"{_HELD_OUT_OF}, by a hash of the prompt); give a second file with --held_out_prompts"
         )
 
   @property
@@ -129,7 +130,7 @@ class CommandTask(JsonLinesTask):
   """Prompts from a file, judged by a command of the user's.
 
   The command reads one JSON object {prompt, answer, completion, ...the line's other keys} from
-  standard input and prints a reward in [0, 1].
+  standard input and prints a reward in [0, 1].  It runs where the trainer's command was typed.
   """
 
   name = "command"
@@ -145,6 +146,7 @@ class CommandTask(JsonLinesTask):
     try:
       done = subprocess.run(
         self._command,
+        cwd=os.environ.get("BUILD_WORKING_DIRECTORY"),
         input=json.dumps(entry),
         capture_output=True,
         text=True,
