@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ from kernels.conv1d import conv1d
 from kernels.gated_norm import gated_norm
 from kernels.gdn import gdn
 from model import config as config_lib
-from model import layers
+from model import layers, placement
 
 
 class DeltaState(NamedTuple):
@@ -130,18 +131,15 @@ class GatedDeltaNet(nnx.Module):
       state = jnp.where(keep[:, None, None, None], state, cache.state)
       new_window = jnp.where(keep[:, None, None], new_window, cache.window)
     else:
-      out, state = gdn.gated_delta_rule(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        segments,
-        None if cache is None else cache.state,
+      run = functools.partial(
+        gdn.gated_delta_rule,
         chunk_size=self.options.gdn_chunk_size,
         implementation=self.options.kernel_implementation,
         head_group=self.options.gdn_fwd_kernel_head_group_size,
       )
+      before = () if cache is None else (cache.state,)
+      # The rule folds rows into its other independent axes.
+      out, state = placement.over_rows(run, (q, k, v, g, beta, segments, *before))
     z = self.in_proj_z(x).reshape(batch, length, *values)
     out = gated_norm.gated_rms_norm(
       out,

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from kernels.gmm import gmm
 from kernels.moe_dispatch import moe_dispatch
 from model import config as config_lib
-from model import layers
+from model import layers, placement
 
 
 class Routing(NamedTuple):
@@ -83,12 +83,18 @@ class SparseMoe(nnx.Module):
     experts, weights = route(logits, config.num_experts_per_tok, replay)
     experts = jnp.where(real[:, None], experts, -1)
 
-    plan = moe_dispatch.plan(experts, config.num_experts)
-    rows = moe_dispatch.dispatch(tokens, plan)
+    def run_experts(tokens, experts, weights, wi, wo):
+      plan = moe_dispatch.plan(experts, config.num_experts)
+      rows = moe_dispatch.dispatch(tokens, plan)
+      gate, up = jnp.split(gmm.grouped_matmul(rows, wi, plan.group_sizes), 2, axis=-1)
+      rows = gmm.grouped_matmul(jax.nn.silu(gate) * up, wo, plan.group_sizes)
+      return moe_dispatch.combine(rows, weights, plan)
+
     wi, wo = self.wi[...].astype(x.dtype), self.wo[...].astype(x.dtype)
-    gate, up = jnp.split(gmm.grouped_matmul(rows, wi, plan.group_sizes), 2, axis=-1)
-    rows = gmm.grouped_matmul(jax.nn.silu(gate) * up, wo, plan.group_sizes)
-    routed = moe_dispatch.combine(rows, weights.astype(x.dtype), plan)
+    # Sorting tokens by expert mixes rows: each device sorts its own.
+    routed = placement.over_rows(
+      run_experts, (tokens, experts, weights.astype(x.dtype)), (wi, wo), split=(1, 2)
+    )
     shared = jax.nn.sigmoid(self.shared_expert_gate(tokens)) * self.shared_expert(tokens)
     lead = x.shape[:2]
     routing = Routing(experts.astype(jnp.int16).reshape(*lead, -1), logits.reshape(*lead, -1))

@@ -33,7 +33,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels.base.options import UserError
 from kernels.logprob_head import op as logprob_head
-from model import api
+from model import api, placement
 from model.config import ModelConfig, ModelOptions
 from rl import losses, optimizer, step_metrics
 from rl.config import LossOptions, OptimizerOptions
@@ -115,13 +115,19 @@ def score(
   hidden = api.forward(config, options, params, inputs).hidden
   rows, length = batch.tokens.shape
   targets = jnp.pad(batch.tokens[:, 1:], ((0, 0), (0, 1)))
-  with jax.named_scope("head"):
-    logprobs, entropies = logprob_head.logprob_head(
-      hidden.reshape(rows * length, -1),
-      api.head_table(params),
+
+  def head(hidden, targets, table):
+    return logprob_head.logprob_head(
+      hidden.reshape(targets.size, -1),
+      table,
       targets.reshape(-1),
       temperature=temperature,
       token_chunk=token_chunk,
+    )
+
+  with jax.named_scope("head"):
+    logprobs, entropies = placement.over_rows(
+      head, (hidden, targets), (api.head_table(params),), split=(1,)
     )
   predicted = _predicted(batch.segment_ids)
 

@@ -60,6 +60,23 @@ def test_a_micro_batch_compiles_for_eight_devices(tmp_path):
   kinds = {(row.kind, row.axes) for row in made.collectives if row.loops}
   assert ("all-gather", ("fsdp",)) in kinds  # weights, layer by layer
   assert any(row.path[-1] == 3 for row in made.loops)  # the Gated DeltaNet layers of the group
+  # Each device walks over its own tokens with the whole table: nothing is reduced in that walk.
+  walks = [row for row in made.collectives if row.loops and "head" in row.origin]
+  assert not walks, walks
+
+
+def test_experts_run_over_each_devices_own_rows(tmp_path):
+  values = SMALL | {"model_preset": "tiny_moe", "row_tokens": 256}
+  result = compiler.compile_program(request(tmp_path, options=values))
+  made = narrow.of_result(result, files.grid_of("8x1x1", ()), "first_micro_batch")
+  model = trainer_programs.parts(trainer_programs.settings_of(values), None)[0]
+  # Sorted by expert together, the rows of all devices would be moved between them; a layer's
+  # weights are smaller.
+  all_rows = 2 * 8 * 256 * model.num_experts_per_tok * model.moe_intermediate_size
+  weights = 2 * 2 * model.num_experts * model.hidden_size * model.moe_intermediate_size
+  assert weights < all_rows
+  in_loops = [r for r in made.collectives if r.loops]
+  assert in_loops and max(r.payload_bytes for r in in_loops) <= weights
 
 
 @pytest.mark.parametrize(
