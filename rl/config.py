@@ -224,13 +224,19 @@ class BatchOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshOptions:
-  """Devices that a step is split over."""
+  """Devices that a step is split over, and what they can do."""
 
   mesh: str | None = option(
     None,
     help="Devices as fsdp x expert x context, such as 8x1x1: parameters, optimizer state and rows "
     "are split over fsdp.  Must name as many devices as there are; empty for one device, unsplit.",
     check=mesh.fault,
+  )
+  peak_tflops: float | None = option(
+    None,
+    help="Peak of one chip in TFLOP/s, for MFU; empty for the known peak of the chip, and no MFU on "
+    "others.",
+    minimum=1e-9,
   )
 
 

@@ -41,7 +41,7 @@ _DEFAULT_STEPS = 100
 # Options that may differ on resume: they do not shape the weights of a step.
 _FREE = frozenset(
   "recipe output_dir resume allow_config_change max_steps checkpoint_every keep_checkpoints export "
-  "save_rollouts".split()
+  "save_rollouts peak_tflops".split()
 ) | {f.name for f in dataclasses.fields(run_config.EvaluationOptions)}
 
 
@@ -325,7 +325,7 @@ class Loop:
 
   def _one_step(self, scores, writer, progress) -> tuple[dict[str, float], bool]:
     """One update with all that belongs to it; its metrics, and whether the target is reached."""
-    settings, step, version = self._settings, self._step + 1, self._step
+    parts, settings, step, version = self.parts, self._settings, self._step + 1, self._step
     started = time.perf_counter()
     batch = self._next_batch(step)
     sampled = time.perf_counter()
@@ -350,8 +350,11 @@ class Loop:
       "time/train": trained - sampled,
       "time/eval": ended - trained,
       "time/step": ended - started,
-      "tokens_per_second": metrics["tokens"] / (trained - started),
-      "tokens_per_second_per_chip": metrics["tokens"] / (trained - started) / jax.device_count(),
+      **parts.meter.metrics(
+        [t.num_tokens for t in batch],
+        step_seconds=trained - started,
+        train_seconds=trained - sampled,
+      ),
       "memory/host_peak_gib": _peak_gib(),
       **_device_memory(),
     }

@@ -21,6 +21,7 @@ from rl import (
   run_config,
   sampler,
   sharding,
+  throughput,
   tokenizer,
   trajectory,
 )
@@ -58,6 +59,7 @@ class Setup:
     source: Where sampled trajectories come from; None with recorded ones.
     recorded: Batches of recorded trajectories, in order; empty when sampling.
     layout: Where the arrays of a step lie; None for one device.
+    meter: What throughput is measured against.
     output_dir: Directory of everything that is written.
   """
 
@@ -70,6 +72,7 @@ class Setup:
   source: collect.Source | None
   recorded: list[list[trajectory.Trajectory]]
   layout: sharding.Plan | None
+  meter: throughput.Meter
   output_dir: pathlib.Path
 
   def initial_params(self) -> Any:
@@ -261,6 +264,13 @@ def build(settings: options.Settings) -> Setup:
     source=source,
     recorded=recorded,
     layout=layout,
+    meter=throughput.Meter.of_devices(
+      model,
+      model_options.gdn_chunk_size,
+      1 if layout is None else layout.mesh.size,
+      jax.devices()[0].device_kind,
+      settings.peak_tflops,
+    ),
     output_dir=output_dir,
   )
 

@@ -12,9 +12,8 @@ from kernels.base import options
 from model import api
 from model import config as model_config
 from rl import config as rl_config
-from rl import optimizer, sharding, train_step
+from rl import optimizer, sharding, throughput, train_step
 from tools.bench import synthetic
-from tools.roofline import machine, roofline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,21 +83,14 @@ class Arm:
       optimizer_options, 1, batch.micro_batch_rows * self._micro_batches
     )
     self.metrics: dict[str, float] = {}
-    self.model_flops = self._model_flops(config, batch)
-
-  def _model_flops(self, config: model_config.ModelConfig, batch: rl_config.BatchOptions) -> float:
-    """FLOPs of a step that count for MFU: the roofline's, of tokens that are no padding."""
-    priced = roofline.price(
-      roofline.Workload(
-        dims=roofline.ModelDims.from_config(config),
-        mesh=machine.Mesh(1, 1, 1),
-        rows=batch.micro_batch_rows,
-        row_tokens=batch.row_tokens,
-        micro_batches=self._micro_batches,
-        effective_length=self.workload.effective_length,
-      )
+    self.meter = throughput.Meter.of_devices(
+      config,
+      model_options.gdn_chunk_size,
+      1 if layout is None else layout.mesh.size,
+      jax.devices()[0].device_kind,
+      settings.peak_tflops,
     )
-    return priced.model_flops * self.workload.tokens / priced.workload.step_tokens
+    self.model_flops = self.meter.model_flops(self.workload.tokens, self.workload.effective_length)
 
   def step(self) -> StepTimes:
     """Runs one step, each program timed to its end."""

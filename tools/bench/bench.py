@@ -1,14 +1,18 @@
 """Measures arms side by side in one process, so that both meet the same machine.
 
-1. Every arm runs one step that is not counted: it compiles.
-2. In each round every arm runs `steps` steps; the order of the arms turns from round to round.
-3. A replicate is the mean of a round's steps; an arm is the mean of its replicates with their
-   spread, two arms are the mean of the rounds' ratios with its error.
+1. Every arm runs two steps that are not counted: one compiles, one settles.
+2. In a round every arm runs `steps` steps, the arms taking turns step by step, and the first of a
+   pair is the second of the next (A B B A), so that what drifts meets both alike.
+3. An arm is the mean of its rounds' means, with their spread.  Two arms are compared by the rounds'
+   medians, which one interrupted step does not move: the trimmed geometric mean of the rounds'
+   ratios, with its error.
+4. There are at least `rounds` rounds, and more until the error is as small as asked.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -51,6 +55,7 @@ class Result:
     name: The arm's name.
     step: Seconds of a step.
     replicates: Mean seconds of a step in each round.
+    medians: Median seconds of a step in each round.
     micro_batches: Mean seconds of each micro-batch.
     update: Mean seconds of the update.
     first_step: Seconds of the step that compiled.
@@ -65,6 +70,7 @@ class Result:
   name: str
   step: spread.Estimate
   replicates: tuple[float, ...]
+  medians: tuple[float, ...]
   micro_batches: tuple[float, ...]
   update: float
   first_step: float
@@ -80,6 +86,8 @@ def measure(
   arms: Sequence[Stepper],
   *,
   rounds: int,
+  most_rounds: int,
+  error: float,
   steps: int,
   chips: float,
   peak_flops: float | None,
@@ -89,8 +97,10 @@ def measure(
 
   Args:
     arms: One or two.
-    rounds: Replicates of each arm.
-    steps: Steps of a replicate.
+    rounds: Least rounds.
+    most_rounds: Most rounds.
+    error: Relative 95 % error, of two arms' ratio or of one arm's step, at which enough is known.
+    steps: Steps of an arm in a round.
     chips: Chips that the process uses.
     peak_flops: Peak of one chip, FLOP/s, if known.
     progress: Takes a line at a time.
@@ -99,17 +109,38 @@ def measure(
     A result for each arm.
   """
   first = [arm.step().whole for arm in arms]
+  for arm in arms:
+    arm.step()
   progress("compiled: " + ", ".join(f"{a.name} {s:.1f} s" for a, s in zip(arms, first)))
   runs: list[list[list[Times]]] = [[] for _ in arms]
-  for index in range(rounds):
-    order = range(len(arms)) if index % 2 == 0 else reversed(range(len(arms)))
-    for place in order:
-      runs[place].append([arms[place].step() for _ in range(steps)])
+  turn = 0
+  for index in range(max(rounds, most_rounds)):
+    for run in runs:
+      run.append([])
+    for _ in range(steps):
+      order = range(len(arms)) if turn % 2 == 0 else reversed(range(len(arms)))
+      for place in order:
+        runs[place][-1].append(arms[place].step())
+      turn += 1
+    found = _known(runs)
     lines = (f"{a.name} {_mean_step(r[-1]):.4f} s" for a, r in zip(arms, runs))
-    progress(f"round {index + 1} of {rounds}: " + ", ".join(lines))
+    progress(f"round {index + 1}: {', '.join(lines)}; error {found.relative:.1%}")
+    if index + 1 >= rounds and found.relative <= error:
+      break
   return [
     _result(arm, run, seconds, chips, peak_flops) for arm, run, seconds in zip(arms, runs, first)
   ]
+
+
+def _known(runs: Sequence[Sequence[Sequence[Times]]]) -> spread.Estimate:
+  """What is asked so far: the ratio of two arms, or the step of one."""
+  if len(runs) == 2:
+    return spread.ratio(_medians(runs[0]), _medians(runs[1]))
+  return spread.mean([_mean_step(times) for times in runs[0]])
+
+
+def _medians(rounds: Sequence[Sequence[Times]]) -> tuple[float, ...]:
+  return tuple(statistics.median(t.whole for t in times) for times in rounds)
 
 
 def _mean_step(times: Sequence[Times]) -> float:
@@ -132,6 +163,7 @@ def _result(
     name=arm.name,
     step=step,
     replicates=replicates,
+    medians=_medians(rounds),
     micro_batches=tuple(sum(t.micro_batches[k] for t in every) / len(every) for k in range(count)),
     update=sum(t.update for t in every) / len(every),
     first_step=first_step,
@@ -159,7 +191,7 @@ def lines(results: Sequence[Result]) -> list[str]:
       f" length {r.effective_length:.0f}",
     ]
   if len(results) == 2:
-    found = spread.ratio(results[0].replicates, results[1].replicates)
+    found = spread.ratio(results[0].medians, results[1].medians)
     verdict = "no difference" if abs(found.value - 1) <= found.error else "a difference"
     out.append(
       f"{results[1].name} / {results[0].name}: {found.value:.4f} +- {found.error:.4f}: {verdict}"
@@ -171,6 +203,6 @@ def to_json(results: Sequence[Result]) -> dict[str, Any]:
   """Results and their ratio as plain data."""
   out: dict[str, Any] = {"arms": [dataclasses.asdict(r) for r in results]}
   if len(results) == 2:
-    found = spread.ratio(results[0].replicates, results[1].replicates)
+    found = spread.ratio(results[0].medians, results[1].medians)
     out["ratio"] = dataclasses.asdict(found)
   return out

@@ -29,6 +29,13 @@ def test_ratio_of_pairs_by_hand():
     spread.ratio([1.0], [1.0, 2.0])
 
 
+def test_values_far_off_do_not_count():
+  # One of five is cut at either end: winsorised to 1, 1, 2, 3, 3, whose deviation is 1.
+  found = spread.trimmed_mean([1.0, 2.0, 3.0, 1000.0, -1000.0])
+  assert found.value == 2 and found.error == pytest.approx(4.30 * 1.0 / (0.6 * math.sqrt(5)))
+  assert spread.trimmed_mean([1.0, 3.0]) == spread.mean([1.0, 3.0])
+
+
 @pytest.mark.parametrize("shift, seen", [(1.0, False), (1.1, True)])
 def test_the_error_covers_noise_and_not_a_shift(shift, seen):
   rng = np.random.default_rng(0)
@@ -125,8 +132,10 @@ class Fake:
 def test_arms_alternate_and_figures_follow():
   log: list[str] = []
   pair = [Fake("A", 2.0, log), Fake("B", 2.5, log)]
-  results = bench.measure(pair, rounds=3, steps=2, chips=2, peak_flops=10e12)
-  assert "".join(log) == "AB" + "AABB" + "BBAA" + "AABB"
+  limits: dict[str, Any] = {"error": 0.03, "most_rounds": 9, "peak_flops": 10e12}
+  results = bench.measure(pair, rounds=3, steps=2, chips=2, **limits)
+  # The first step compiles, the second settles; then in turns.
+  assert "".join(log) == "AB" + "AB" + "ABBA" * 3
   a, b = results
   assert a.step.value == 2.0 and a.step.error == 0 and len(a.replicates) == 3
   assert a.micro_batches == pytest.approx((0.6, 1.0)) and a.update == pytest.approx(0.4)
@@ -135,8 +144,41 @@ def test_arms_alternate_and_figures_follow():
   text = "\n".join(bench.lines(results))
   assert "B / A: 1.2500" in text and "a difference" in text and "not counted" in text
   assert bench.to_json(results)["ratio"]["value"] == pytest.approx(1.25)
-  unknown = bench.measure(pair[:1], rounds=1, steps=1, chips=1, peak_flops=None)
+  unknown = bench.measure(pair[:1], rounds=2, steps=1, chips=1, **limits | {"peak_flops": None})
   assert unknown[0].mfu is None and "--peak_tflops" in bench.lines(unknown)[0]
+
+
+class Noisy(Fake):
+  """Steps of 1 s with a tenth of noise, and now and then one that is interrupted."""
+
+  def __init__(self, name, shift, seed):
+    super().__init__(name, 1.0, [])
+    self._shift, self._rng = shift, np.random.default_rng(seed)
+
+  def step(self):
+    self._seconds = self._shift * self._rng.lognormal(0, 0.05)
+    if self._rng.random() < 0.05:
+      self._seconds *= 3
+    return super().step()
+
+
+@pytest.mark.parametrize("shift", [1.0, 1.1])
+def test_rounds_are_added_until_the_error_is_small(shift):
+  right = 0
+  for seed in range(40):
+    pair = [Noisy("A", 1.0, seed), Noisy("B", shift, 1000 + seed)]
+    results = bench.measure(
+      pair, rounds=5, most_rounds=60, error=0.03, steps=4, chips=1, peak_flops=None
+    )
+    found = spread.ratio(results[0].medians, results[1].medians)
+    assert found.relative <= 0.03 and 5 <= found.count <= 60
+    right += abs(found.value - shift) <= found.error
+  # Stopping once it looks good costs a little of the 95 %.
+  assert right >= 34
+  few = bench.measure(
+    [Noisy("A", 1.0, 0)], rounds=2, most_rounds=3, error=0.0, steps=1, chips=1, peak_flops=None
+  )
+  assert few[0].step.count == 3
 
 
 SMALL = [
@@ -151,6 +193,7 @@ SMALL = [
   "--mean_length=20",
   "--routing=zipf",
   "--bench_rounds=2",
+  "--bench_most_rounds=2",
   "--bench_steps=1",
 ]
 

@@ -28,8 +28,16 @@ class BenchOptions:
   b_flags: str | None = options.option(
     None, help="Flags of arm B, after those of the command line; empty for one arm."
   )
-  bench_rounds: int = options.option(5, help="Replicates of each arm.", minimum=1)
-  bench_steps: int = options.option(4, help="Steps of a replicate.", minimum=1)
+  bench_rounds: int = options.option(5, help="Least rounds; each has all arms.", minimum=1)
+  bench_most_rounds: int = options.option(
+    20, help="Most rounds, where the error is still above --bench_error.", minimum=1
+  )
+  bench_error: float = options.option(
+    0.03,
+    help="Relative 95 % error, of B / A or of the only arm's step, at which rounds end.",
+    minimum=0.0,
+  )
+  bench_steps: int = options.option(4, help="Steps of an arm in a round.", minimum=1)
   length_distribution: str = options.option(
     "full",
     help="Lengths of segments: full (one a row), uniform, lognormal, or file.",
@@ -46,9 +54,6 @@ class BenchOptions:
   )
   routing_file: str | None = options.option(
     None, help=".npy file of experts [tokens, layers, top_k], for file."
-  )
-  peak_tflops: float | None = options.option(
-    None, help="Peak of a chip, for MFU on chips that are not known.", minimum=1e-9
   )
   json: str | None = options.option(None, help="File to write everything to as JSON.")
 
@@ -71,13 +76,11 @@ def run(settings: options.Settings, argv: list[str]) -> int:
   import jax
 
   from tools.bench import arms, bench
-  from tools.roofline import machine
 
   os.chdir(os.environ.get("BUILD_WORKING_DIRECTORY", "."))
   for kind, file in (("length_distribution", "length_file"), ("routing", "routing_file")):
     if (getattr(settings, kind) == "file") != bool(getattr(settings, file)):
       raise options.UserError(f"--{file} goes with --{kind}=file, and that with it")
-  shape = mesh.MeshShape.parse(settings.mesh or "1x1x1")
   given = [("A", settings)]
   if settings.b_flags:
     given.append(("B", arm_settings(argv, settings.b_flags)))
@@ -93,30 +96,25 @@ def run(settings: options.Settings, argv: list[str]) -> int:
     )
     for name, one in given
   ]
-  device = jax.devices()[0]
-  known = next((c for c in machine.CHIPS.values() if c.name in _plain(device.device_kind)), None)
-  peak = settings.peak_tflops * 1e12 if settings.peak_tflops else None
-  if peak is None and known is not None:
-    peak = known.bf16_flops
   results = bench.measure(
     made,
     rounds=settings.bench_rounds,
+    most_rounds=settings.bench_most_rounds,
+    error=settings.bench_error,
     steps=settings.bench_steps,
-    chips=shape.devices / (known.devices if known else 1),
-    peak_flops=peak,
+    chips=made[0].meter.chips,
+    peak_flops=made[0].meter.peak_flops,
     progress=lambda text: print(text, file=sys.stderr, flush=True),
   )
-  print(f"{shape.devices} x {device.device_kind}")
+  devices = mesh.MeshShape.parse(settings.mesh or "1x1x1").devices
+  kind = jax.devices()[0].device_kind
+  print(f"{devices} x {kind}")
   print("\n".join(bench.lines(results)))
   if settings.json:
-    out = bench.to_json(results) | {"device": device.device_kind, "devices": shape.devices}
+    out = bench.to_json(results) | {"device": kind, "devices": devices}
     out["options"] = settings.as_dict()
     pathlib.Path(settings.json).write_text(json.dumps(out, indent=1) + "\n")
   return 0
-
-
-def _plain(kind: str) -> str:
-  return kind.lower().replace(" ", "")
 
 
 def main(argv: list[str] | None = None) -> None:
