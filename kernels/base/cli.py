@@ -201,6 +201,11 @@ def main(
   except options.UserError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(1)
+  except OSError as error:
+    if error.filename is None:  # No file that the user could have named.
+      raise
+    print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+    sys.exit(1)
   except KeyboardInterrupt:
     print("interrupted", file=sys.stderr)
     sys.exit(130)

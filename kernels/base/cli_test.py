@@ -109,3 +109,5 @@ def test_exit_statuses(capsys):
   assert "error: refused [scan-off] --use_scan=true" in capsys.readouterr().err
   assert _exit_status(run=fails) == 1
   assert capsys.readouterr().err == "error: no such file: x\n"
+  assert _exit_status(run=lambda s: open("/nowhere/out.json", "w")) == 1
+  assert capsys.readouterr().err == "error: /nowhere/out.json: No such file or directory\n"

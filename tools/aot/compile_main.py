@@ -86,7 +86,9 @@ def run(settings: options.Settings) -> int:
       try:
         result = compiler.compile_program(request)
       except compiler.CompileError as error:
-        raise options.UserError(f"{program}: {error}") from error
+        kept = "" if settings.reports else "\n--reports=DIR keeps what the compiler wrote"
+        kept = "" if isinstance(error, compiler.ArgumentError) else kept
+        raise options.UserError(f"{program}: {error}{kept}") from error
       made = narrow.of_result(result, grid, program)
       fits &= result.verdict.fits
       print(

@@ -28,6 +28,7 @@ from tools.aot import memory
 
 _CHILD = pathlib.Path(__file__).with_name("child.py")
 _POLL_SECONDS = 0.1
+_REFUSALS = ("UserError", "OptionError")  # of kernels.base.options
 _ENVIRONMENT = {
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
   "JAX_PLATFORMS": "cpu",
@@ -70,6 +71,10 @@ class CompileMemoryError(CompileError):
 
 class ProgramError(CompileError):
   """Python raised while the program was built, or the compiler refused it."""
+
+
+class ArgumentError(ProgramError):
+  """The builder refused its arguments; the text is its own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -224,6 +229,7 @@ def compile_program(request: Request) -> Result:
     CompilerAbortedError: The compiler ended the process.
     CompileTimeoutError: `time_limit` passed.
     CompileMemoryError: `memory_limit` passed.
+    ArgumentError: The builder refused its arguments.
     ProgramError: The builder raised, or the compiler refused the program.
   """
   path = list(sys.path if request.python_path is None else request.python_path)
@@ -272,6 +278,8 @@ def compile_program(request: Request) -> Result:
     )
   files = find_dump(dump)
   error = stages.get("error")
+  if error and error["kind"] in _REFUSALS:
+    raise ArgumentError(error["message"])
   if error and "RESOURCE_EXHAUSTED" not in error["message"]:
     lines = "\n  ".join(relevant_lines(error["traceback"], 12))
     raise ProgramError(f"{error['kind']} in {request.builder}:\n  {lines}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
+import re
 
 from kernels.base import options
 from tools.aot import report
@@ -41,7 +43,8 @@ def load(path: str, grid: Grid | None = None, name: str = "") -> report.Report:
   Where the text is a dump, its memory report and buffer assignment are read from beside it.
 
   Raises:
-    options.UserError: The file is not there, or neither a report nor HLO text.
+    options.UserError: The file is not there, is neither a report nor HLO text, or is of a program
+      for another number of devices.
   """
   file = pathlib.Path(path)
   if not file.is_file():
@@ -52,8 +55,10 @@ def load(path: str, grid: Grid | None = None, name: str = "") -> report.Report:
     stem = file.name.removesuffix(".txt")
     beside = lambda suffix: file.with_name(stem + suffix)
     read = lambda p: p.read_text() if p.is_file() else ""
+    text = file.read_text()
+    _check_devices(text, grid)
     return report.make(
-      file.read_text(),
+      text,
       grid,
       name=name,
       memory_report=read(beside("-memory-usage-report.txt")),
@@ -61,3 +66,17 @@ def load(path: str, grid: Grid | None = None, name: str = "") -> report.Report:
     )
   except (ValueError, UnicodeDecodeError) as error:
     raise options.UserError(f"{path}: {error}") from error
+
+
+def _check_devices(text: str, grid: Grid | None) -> None:
+  header = text[: text.find("\n")]
+  counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
+  if grid is None or not counts:
+    return
+  devices = math.prod(map(int, counts))
+  if devices != grid.devices:
+    axes = ", ".join(f"{axis} {size}" for axis, size in grid.sizes.items())
+    raise ValueError(
+      f"the program is for {devices} devices, the mesh ({axes}) has {grid.devices}; give the"
+      " program's own"
+    )

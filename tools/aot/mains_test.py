@@ -1,5 +1,7 @@
 """The commands: what they print and write, and what they refuse."""
 
+import pathlib
+
 import pytest
 
 from kernels.base import options, refusals
@@ -68,6 +70,19 @@ def test_files_that_are_none_are_refused(tmp_path):
   (tmp_path / "other.json").write_text('{"a": 1}')
   with pytest.raises(options.UserError, match="no AOT report"):
     files.load(str(tmp_path / "other.json"))
+
+
+def test_a_mesh_of_another_number_of_devices_is_refused():
+  with pytest.raises(options.UserError, match="for 256 devices, the mesh .* has 128"):
+    files.load(f"{RECORDED}/sharded_product.txt", files.grid_of("128x1x1", ()))
+
+
+def test_a_text_that_was_cut_is_refused(tmp_path):
+  whole = pathlib.Path(f"{RECORDED}/sharded_product.txt").read_text()
+  for part in (0.3, 0.9):
+    (tmp_path / "cut.txt").write_text(whole[: int(part * len(whole))])
+    with pytest.raises(options.UserError, match="cut.txt"):
+      files.load(str(tmp_path / "cut.txt"))
 
 
 @pytest.mark.parametrize("rule", report_main.RULES, ids=lambda r: r.name)

@@ -38,12 +38,17 @@ def lower(
   settings = settings_of(options)
   config, model_options, loss, batch_options, optimizer_options = parts(settings, groups)
   shape = MeshShape.parse(settings.mesh or "1x1x1")
-  devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+  try:
+    described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+  except Exception as error:  # the compiler's own kinds, by the version
+    reason = str(error).splitlines()[0]
+    raise UserError(f"--topology={topology}: want one such as tpu7x:4x4x8 ({reason})") from error
+  devices = described.devices
   if shape.devices > len(devices):
     raise UserError(f"--mesh={shape} has {shape.devices} devices, {topology} {len(devices)}")
   if shape.devices == len(devices):
     made = topologies.make_mesh(
-      topologies.get_topology_desc(platform="tpu", topology_name=topology),
+      described,
       tuple(shape.in_device_order.values()),
       tuple(shape.in_device_order),
     )

@@ -35,6 +35,7 @@ class KernelReportOptions:
 
 def run(settings: options.Settings) -> int:
   """Profiles, prints and writes."""
+  from tools.aot import compiler
   from tools.kernel_report import cases, report
 
   os.chdir(os.environ.get("BUILD_WORKING_DIRECTORY", "."))
@@ -49,9 +50,12 @@ def run(settings: options.Settings) -> int:
   rows = []
   with tempfile.TemporaryDirectory() as scratch:
     for number, case in enumerate(chosen):
-      row = report.profile_case(
-        case, f"{scratch}/{number}", settings.time_limit, whole=settings.whole
-      )
+      try:
+        row = report.profile_case(
+          case, f"{scratch}/{number}", settings.time_limit, whole=settings.whole
+        )
+      except compiler.LibtpuMissingError as error:
+        raise options.UserError(str(error)) from error
       print(report.line(row), flush=True)
       rows.append(row)
       if settings.json:  # after each: a compile can take minutes

@@ -86,6 +86,7 @@ def run(settings: options.Settings, argv: list[str]) -> int:
   key = problem_key(settings)
   if problem_key(candidate) != key:
     raise options.UserError(f"the candidate changes the problem: {problem_key(candidate)}")
+  recorded = runs.load(settings.recorded, key) if settings.recorded else None
   problem = runs.make_problem(
     settings,
     steps=settings.numerics_steps,
@@ -97,8 +98,8 @@ def run(settings: options.Settings, argv: list[str]) -> int:
     routing=synthetic.Routing(kind=settings.routing, file=settings.routing_file),
   )
   rows = settings.micro_batch_rows
-  if settings.recorded:
-    reference = runs.load(settings.recorded, key)
+  if recorded is not None:
+    reference = recorded
     judged = runs.run(problem, settings)
     pair = runs.run(problem, settings, row_order=range(rows)[::-1])
     noise = gates.spread(judged, pair)

@@ -143,6 +143,10 @@ def test_a_recorded_run_comes_back(tmp_path):
     runs.load(path, "other")
   with pytest.raises(options.UserError, match="--record"):
     runs.load(str(tmp_path / "none.npz"), "k")
+  for content in (b"", b"{}", open(path, "rb").read()[:200]):
+    (tmp_path / "bad.npz").write_bytes(content)
+    with pytest.raises(options.UserError, match="is no recorded reference"):
+      runs.load(str(tmp_path / "bad.npz"), "k")
 
 
 SMALL = [

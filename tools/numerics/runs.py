@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import zipfile
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +17,7 @@ from kernels.base import options
 from model import api
 from model import config as model_config
 from rl import config as rl_config
-from rl import optimizer, packing, train_step
+from rl import optimizer, packing, sharding, train_step
 from tools.bench import synthetic
 from tools.numerics import gates
 
@@ -110,23 +112,25 @@ def _loss_options(settings: options.Settings) -> rl_config.LossOptions:
 def _programs(
   config: model_config.ModelConfig, settings: options.Settings
 ) -> train_step.StepFunctions:
-  return train_step.compile_programs(
-    train_step.make_functions(
-      config,
-      settings.of(model_config.ModelOptions),
-      _loss_options(settings),
-      settings.of(rl_config.OptimizerOptions),
-    )
+  functions = train_step.make_functions(
+    config,
+    settings.of(model_config.ModelOptions),
+    _loss_options(settings),
+    settings.of(rl_config.OptimizerOptions),
   )
+  return sharding.compile_programs(functions, sharding.of_option(config, settings.mesh))
 
 
 def _state(params: Any, settings: options.Settings, model_options: model_config.ModelOptions):
-  abstract = api.abstract_params(model_of(settings), model_options)
-  return optimizer.init_state(
+  config = model_of(settings)
+  abstract = api.abstract_params(config, model_options)
+  state = optimizer.init_state(
     jax.tree.map(jnp.copy, params),
     settings.of(rl_config.OptimizerOptions),
     weight_dtypes=jax.tree.map(lambda s: s.dtype, abstract),
   )
+  layout = sharding.of_option(config, settings.mesh)
+  return state if layout is None else jax.device_put(state, layout.like_parameters(state))
 
 
 def run(
@@ -209,21 +213,25 @@ def load(path: str, problem_key: str) -> list[gates.Step]:
   """
   if not pathlib.Path(path).is_file():
     raise options.UserError(f"{path}: no such recorded reference; --record writes one")
-  with np.load(path) as found:
-    if str(found["problem"]) != problem_key:
-      raise options.UserError(
-        f"{path} was recorded on other rows or another model ({found['problem']}), this is"
-        f" {problem_key}"
-      )
-    out = []
-    for number in range(int(found["steps"])):
-      pick = lambda kind, n=number: {
-        name.split("|", 2)[2]: found[name] for name in found if name.startswith(f"{n}|{kind}|")
-      }
-      loss, norm = found[f"{number}|scalars"]
-      counters = {name: float(v) for name, v in pick("counter").items()}
-      step = gates.Step(
-        float(loss), float(norm), found[f"{number}|logprobs"], pick("gradient"), counters
-      )
-      out.append(step)
-    return out
+  try:
+    with np.load(path) as file:
+      found = {name: file[name] for name in file}
+    recorded, count = str(found["problem"]), int(found["steps"])
+  except (KeyError, TypeError, ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error):
+    raise options.UserError(f"{path}: is no recorded reference; --record writes one") from None
+  if recorded != problem_key:
+    raise options.UserError(
+      f"{path} was recorded on other rows or another model ({recorded}), this is {problem_key}"
+    )
+  out = []
+  for number in range(count):
+    pick = lambda kind, n=number: {
+      name.split("|", 2)[2]: found[name] for name in found if name.startswith(f"{n}|{kind}|")
+    }
+    loss, norm = found[f"{number}|scalars"]
+    counters = {name: float(v) for name, v in pick("counter").items()}
+    step = gates.Step(
+      float(loss), float(norm), found[f"{number}|logprobs"], pick("gradient"), counters
+    )
+    out.append(step)
+  return out
