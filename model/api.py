@@ -174,10 +174,7 @@ def _final_norm(config, params, x):
 
 def _in_layer_order(outputs, pick):
   """[L, ...] in the order of the layers, from the stack's three outputs."""
-  gdn, attn, tail = (None if out is None else pick(out) for out in outputs)
-  value = attn[:, None] if gdn is None else jnp.concatenate([gdn, attn[:, None]], axis=1)
-  value = value.reshape(-1, *value.shape[2:])
-  return value if tail is None else jnp.concatenate([value, tail])
+  return qwen3_5.in_layer_order([None if out is None else pick(out) for out in outputs])
 
 
 def _replay(config, routed_experts):

@@ -296,6 +296,12 @@ class ModelOptions:
     False,
     help="Router logits from a float32 product instead of one in the activations' type.",
   )
+  moe_fallback_topk_capacity: int = options.option(
+    0,
+    help="With replayed routing, tokens without a recorded one are put in a row of so many, on every "
+    "device, and only they go through top-k; where there are more, or with 0, all tokens do.",
+    minimum=0,
+  )
   remat_policy: str = options.option(
     "full",
     help="What the backward pass recomputes: full keeps each layer's input alone, none keeps "

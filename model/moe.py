@@ -80,7 +80,11 @@ class SparseMoe(nnx.Module):
     real = segment_ids.reshape(-1) > 0
     if replay is not None:
       replay = replay.reshape(-1, config.num_experts_per_tok)
-    experts, weights = route(logits, config.num_experts_per_tok, replay)
+    capacity = self.options.moe_fallback_topk_capacity
+    if replay is not None and capacity:
+      # Padding chooses nothing: it must not take the place of a token that does.
+      replay = jnp.where(real[:, None], replay, 0)
+    experts, weights = route(logits, config.num_experts_per_tok, replay, capacity)
     experts = jnp.where(real[:, None], experts, -1)
 
     def run_experts(tokens, experts, weights, wi, wo):
@@ -102,7 +106,10 @@ class SparseMoe(nnx.Module):
 
 
 def route(
-  logits: Float[Array, "T E"], top_k: int, replay: Int[Array, "T K"] | None
+  logits: Float[Array, "T E"],
+  top_k: int,
+  replay: Int[Array, "T K"] | None,
+  fallback_capacity: int = 0,
 ) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
   """Experts and their weights: softmax over all experts, top-k, renormalised to sum to one.
 
@@ -110,15 +117,30 @@ def route(
     logits: Router logits.
     top_k: Experts a token.
     replay: Experts to use; a token with a negative entry chooses its own.
+    fallback_capacity: Where so many tokens or fewer choose their own, only they are put in a row
+      and go through top-k; 0 for all tokens always.
 
   Returns:
     int32 experts, and float32 weights, from the live logits either way.
   """
   probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
-  _, experts = jax.lax.top_k(jax.lax.stop_gradient(probabilities), top_k)
-  if replay is not None:
-    replay = replay.astype(jnp.int32)
-    experts = jnp.where(jnp.any(replay < 0, axis=-1, keepdims=True), experts, replay)
+  best = lambda p: jax.lax.top_k(p, top_k)[1].astype(jnp.int32)
+  fixed = jax.lax.stop_gradient(probabilities)
+  if replay is None:
+    experts = best(fixed)
+  else:
+    free = jnp.any(replay < 0, axis=-1)
+
+    def of_few(p):
+      index = jnp.nonzero(free, size=fallback_capacity, fill_value=p.shape[0])[0]
+      chosen = best(jnp.take(p, index, axis=0, mode="clip"))
+      return jnp.zeros(replay.shape, jnp.int32).at[index].set(chosen, mode="drop")
+
+    if fallback_capacity:
+      own = jax.lax.cond(jnp.sum(free) <= fallback_capacity, of_few, best, fixed)
+    else:
+      own = best(fixed)
+    experts = jnp.where(free[:, None], own, replay.astype(jnp.int32))
   weights = jnp.take_along_axis(probabilities, experts, axis=-1)
   return experts, weights / jnp.sum(weights, axis=-1, keepdims=True)
 

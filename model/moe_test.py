@@ -152,3 +152,22 @@ def test_routing_for_another_model_is_refused():
     jax.eval_shape(
       lambda p: api.forward(_CONFIG, _OPTIONS, p, wrong), api.abstract_params(_CONFIG, _OPTIONS)
     )
+
+
+@pytest.mark.parametrize("free", [0, 3, 5, 6, 40])
+def test_few_tokens_that_choose_their_own_go_through_top_k_alone(free):
+  rng = np.random.default_rng(free)
+  logits = jnp.asarray(rng.normal(size=(40, 8)), jnp.float32)
+  replay = rng.integers(0, 8, (40, 2)).astype(np.int16)
+  replay[rng.permutation(40)[:free]] = -1
+  route = lambda capacity: jax.jit(lambda x, r: moe.route(x, 2, r, capacity))(logits, replay)
+  for got, want in zip(route(5), route(0), strict=True):
+    np.testing.assert_array_equal(got, want)
+
+
+def test_top_k_sees_few_rows_unless_there_are_more():
+  logits, replay = jnp.zeros((40, 8)), jnp.zeros((40, 2), jnp.int16)
+  traced = jax.make_jaxpr(lambda x, r: moe.route(x, 2, r, 5))(logits, replay)
+  small = [b for e in traced.eqns if e.primitive.name == "cond" for b in e.params["branches"]]
+  rows = [e.invars[0].aval.shape[0] for b in small for e in b.eqns if e.primitive.name == "top_k"]
+  assert sorted(rows) == [5, 40]

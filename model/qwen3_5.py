@@ -9,9 +9,11 @@ the model is.  Gated DeltaNet layers after the last whole group are scanned on t
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -184,3 +186,16 @@ def run_stack(
   if config.num_tail_layers:
     x, tail_out = scan_gdn(x, params["tail"], tail_replay, tail_caches)
   return x, [gdn_out, attn_out, tail_out]
+
+
+def in_layer_order(parts: Sequence[Array | None]) -> Array:
+  """[L, ...] in the order of the layers, from the stack's three parts.
+
+  Args:
+    parts: [G, n, ...] of the groups' Gated DeltaNet layers, [G, ...] of the attention layers,
+      [r, ...] of the tail; None where there are none.
+  """
+  gdn, attn, tail = parts
+  value = attn[:, None] if gdn is None else jnp.concatenate([gdn, attn[:, None]], axis=1)
+  value = value.reshape(-1, *value.shape[2:])
+  return value if tail is None else jnp.concatenate([value, tail])

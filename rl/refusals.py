@@ -194,6 +194,14 @@ def _fsdp(mesh: str) -> int:
 
 MODEL_RULES = (
   Rule(
+    name="fallback-needs-replay",
+    keys=("moe_fallback_topk_capacity", "replay_routed_experts"),
+    broken=lambda s: s.moe_fallback_topk_capacity > 0 and not s.replay_routed_experts,
+    reason="without replayed routing every token goes through top-k; add --replay_routed_experts",
+    accepted={"moe_fallback_topk_capacity": 128, "replay_routed_experts": True},
+    refused={"moe_fallback_topk_capacity": 128},
+  ),
+  Rule(
     name="head-group-without-kernels",
     keys=("gdn_fwd_kernel_head_group_size", "kernel_implementation"),
     broken=lambda s: (

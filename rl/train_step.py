@@ -80,12 +80,15 @@ class StepFunctions:
     accumulate: (weights, accumulators, batch) -> Accumulators.
     update: (state, accumulators, hyper) -> (state, metrics).
     log_probs: (weights, batch) -> Scores.
+    prepare: weights -> what the step's micro-batches use instead of some of them, None elsewhere;
+      None where they use the weights as they are.
   """
 
   first_micro_batch: Callable[[Tree, PackedBatch], Accumulators]
   accumulate: Callable[[Tree, Accumulators, PackedBatch], Accumulators]
   update: Callable[[TrainState, Accumulators, HyperParameters], tuple[TrainState, dict[str, Array]]]
   log_probs: Callable[[Tree, PackedBatch], Scores]
+  prepare: Callable[[Tree], Tree] | None = None
 
 
 def score(
@@ -129,19 +132,64 @@ def score(
     logprobs, entropies = placement.over_rows(
       head, (hidden, targets), (api.head_table(params),), split=(1,)
     )
-  predicted = _predicted(batch.segment_ids)
-
-  def at_token(values):
-    moved = jnp.pad(values.reshape(rows, length)[:, :-1], ((0, 0), (1, 0)))
-    return jnp.where(predicted, moved, 0.0)
-
-  return Scores(at_token(logprobs), at_token(entropies))
+  place = lambda values: at_token(values.reshape(rows, length), batch.segment_ids)
+  return Scores(place(logprobs), place(entropies))
 
 
-def _predicted(segment_ids: Int[Array, "R S"]) -> Array:
-  """True on tokens that a token of their own segment stands before."""
-  before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))
-  return (segment_ids > 0) & (segment_ids == before)
+def at_token(values: Float[Array, "R S"], segment_ids: Int[Array, "R S"]) -> Float[Array, "R S"]:
+  """Moves what each place says of the next token to that token.
+
+  It is 0 on a token that no token of its own segment stands before.
+  """
+  shift = lambda x: jnp.pad(x[:, :-1], ((0, 0), (1, 0)))
+  predicted = (segment_ids > 0) & (segment_ids == shift(segment_ids))
+  return jnp.where(predicted, shift(values), 0.0)
+
+
+def batch_loss(scores: Scores, batch: PackedBatch, options: LossOptions) -> losses.LossOutputs:
+  """The loss of a micro-batch from its scores."""
+  inputs = LossInputs(
+    logprobs=scores.logprobs,
+    entropies=scores.entropies,
+    loss_mask=batch.loss_mask,
+    advantages=batch.advantages,
+    sampler_logprobs=batch.sampler_logprobs,
+    old_logprobs=batch.old_logprobs,
+    reference_logprobs=batch.reference_logprobs,
+    segment_ids=batch.segment_ids,
+    segment_valid=batch.segment_valid,
+    segment_truncated=batch.segment_truncated,
+  )
+  return losses.compute_loss(inputs, options, length_norm=float(batch.tokens.shape[1]))
+
+
+def add(accumulators: Accumulators, new: Accumulators) -> Accumulators:
+  """Sums of a step with those of another micro-batch."""
+  return Accumulators(
+    gradients=jax.tree.map(jnp.add, accumulators.gradients, new.gradients),
+    denominators=jax.tree.map(jnp.add, accumulators.denominators, new.denominators),
+    metrics=step_metrics.merge(accumulators.metrics, new.metrics),
+  )
+
+
+def finish(
+  state: TrainState,
+  accumulators: Accumulators,
+  hyper: HyperParameters,
+  loss_options: LossOptions,
+  optimizer_options: OptimizerOptions,
+) -> tuple[TrainState, dict[str, Array]]:
+  """The update of a step from its sums, and the step's metrics."""
+  divisor = accumulators.denominators.of(losses.normalizer(loss_options))
+  gradients = jax.tree.map(lambda g: g / divisor, accumulators.gradients)
+  with jax.named_scope("optimizer"):
+    state, info = optimizer.apply_update(state, gradients, hyper, optimizer_options)
+  metrics = step_metrics.finalise(accumulators.metrics, accumulators.denominators)
+  metrics["grad_norm"] = info.grad_norm
+  metrics["update_applied"] = info.applied.astype(jnp.float32)
+  metrics["skipped_steps"] = state.skipped.astype(jnp.float32)
+  metrics["learning_rate"] = hyper.learning_rate
+  return state, metrics
 
 
 def make_functions(
@@ -178,22 +226,7 @@ def make_functions(
 
     def loss_sum(trained: Tree):
       scores = log_probs(optimizer.combine(trained, frozen), batch)
-      outputs = losses.compute_loss(
-        LossInputs(
-          logprobs=scores.logprobs,
-          entropies=scores.entropies,
-          loss_mask=batch.loss_mask,
-          advantages=batch.advantages,
-          sampler_logprobs=batch.sampler_logprobs,
-          old_logprobs=batch.old_logprobs,
-          reference_logprobs=batch.reference_logprobs,
-          segment_ids=batch.segment_ids,
-          segment_valid=batch.segment_valid,
-          segment_truncated=batch.segment_truncated,
-        ),
-        loss_options,
-        length_norm=float(batch.tokens.shape[1]),
-      )
+      outputs = batch_loss(scores, batch, loss_options)
       return outputs.loss_sum, outputs
 
     gradients, outputs = jax.grad(loss_sum, has_aux=True)(optimizer.select(weights, mask))
@@ -204,26 +237,12 @@ def make_functions(
     )
 
   def accumulate(weights: Tree, accumulators: Accumulators, batch: PackedBatch) -> Accumulators:
-    new = micro_batch(weights, batch)
-    return Accumulators(
-      gradients=jax.tree.map(jnp.add, accumulators.gradients, new.gradients),
-      denominators=jax.tree.map(jnp.add, accumulators.denominators, new.denominators),
-      metrics=step_metrics.merge(accumulators.metrics, new.metrics),
-    )
+    return add(accumulators, micro_batch(weights, batch))
 
   def update(
     state: TrainState, accumulators: Accumulators, hyper: HyperParameters
   ) -> tuple[TrainState, dict[str, Array]]:
-    divisor = accumulators.denominators.of(losses.normalizer(loss_options))
-    gradients = jax.tree.map(lambda g: g / divisor, accumulators.gradients)
-    with jax.named_scope("optimizer"):
-      state, info = optimizer.apply_update(state, gradients, hyper, optimizer_options)
-    metrics = step_metrics.finalise(accumulators.metrics, accumulators.denominators)
-    metrics["grad_norm"] = info.grad_norm
-    metrics["update_applied"] = info.applied.astype(jnp.float32)
-    metrics["skipped_steps"] = state.skipped.astype(jnp.float32)
-    metrics["learning_rate"] = hyper.learning_rate
-    return state, metrics
+    return finish(state, accumulators, hyper, loss_options, optimizer_options)
 
   return StepFunctions(
     first_micro_batch=micro_batch, accumulate=accumulate, update=update, log_probs=log_probs
@@ -240,7 +259,15 @@ def compile_programs(functions: StepFunctions) -> StepFunctions:
     accumulate=jax.jit(functions.accumulate, donate_argnums=1),
     update=jax.jit(functions.update, donate_argnums=0),
     log_probs=jax.jit(functions.log_probs),
+    prepare=None if functions.prepare is None else jax.jit(functions.prepare),
   )
+
+
+def step_weights(programs: StepFunctions, weights: Tree) -> Tree:
+  """What the micro-batches of a step take as weights: made once a step."""
+  if programs.prepare is None:
+    return weights
+  return optimizer.combine(programs.prepare(weights), weights)
 
 
 def run_step(
@@ -264,11 +291,13 @@ def run_step(
     ValueError: There is no micro-batch.
   """
   accumulators = None
+  weights = step_weights(programs, state.weights)
   for batch in batches:
     if accumulators is None:
-      accumulators = programs.first_micro_batch(state.weights, batch)
+      accumulators = programs.first_micro_batch(weights, batch)
     else:
-      accumulators = programs.accumulate(state.weights, accumulators, batch)
+      accumulators = programs.accumulate(weights, accumulators, batch)
+  del weights  # the state is donated
   if accumulators is None:
     raise ValueError("a step needs at least one micro-batch; pack() gives one even for no rows")
   return programs.update(state, accumulators, hyper)

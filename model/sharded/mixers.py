@@ -1,0 +1,145 @@
+"""The two mixers on a rank's share of the tokens.
+
+Attention gathers keys and values over context (2 KiB a token in the largest model) and keeps its
+queries; a causal row gives later ranks more to do, so a layer may work in zig-zag order.
+
+Gated DeltaNet takes the last inputs of the rank before into its convolution, and either moves to
+all tokens of some heads for its core (`head`) or exchanges what each rank does to the state (`seq`).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from kernels.attention import attention as attention_op
+from kernels.attention import zigzag
+from kernels.conv1d import conv1d
+from kernels.gated_norm import gated_norm
+from kernels.gdn import context as gdn_context
+from kernels.gdn import gdn
+from model import attention as attention_lib
+from model import gated_delta_net as gdn_lib
+from model import layers
+from model.sharded import collectives
+from model.sharded.cell import CONTEXT, Cell, Rows, query_order
+
+
+def attention(
+  cell: Cell, module: attention_lib.Attention, x: Float[Array, "B T h"], rows: Rows
+) -> Float[Array, "B T h"]:
+  """Softmax attention of this rank's tokens to those of the whole row."""
+  config = cell.config
+  order = cell.options.context_parallel_attention_load_balance_order
+  queries = query_order(cell, rows) if rows.queries is None else rows.queries
+  if cell.balanced:
+    x = zigzag.to_zigzag(x, CONTEXT, order=order)
+  batch, length, _ = x.shape
+  heads, groups, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+  query_and_gate = checkpoint_name(module.q_proj(x), "query_proj")
+  query_and_gate = query_and_gate.reshape(batch, length, heads, 2 * dim)
+  q, gate = query_and_gate[..., :dim], query_and_gate[..., dim:]
+  k = checkpoint_name(module.k_proj(x), "key_proj").reshape(batch, length, groups, dim)
+  v = checkpoint_name(module.v_proj(x), "value_proj").reshape(batch, length, groups, dim)
+  q = layers.rotate(module.q_norm(q), queries.cos, queries.sin)
+  k = layers.rotate(module.k_norm(k), queries.cos, queries.sin)
+  k, v = (_whole_row(cell, a) for a in (k, v))
+  out = attention_op.attention(
+    q,
+    k,
+    v,
+    q_segment_ids=queries.segment_ids,
+    kv_segment_ids=rows.whole_segment_ids,
+    q_positions=queries.positions,
+    kv_positions=rows.whole_positions,
+    scale=dim**-0.5,
+  )
+  out = (out * jax.nn.sigmoid(gate)).reshape(batch, length, heads * dim)
+  out = module.o_proj(checkpoint_name(out, "attention_out"))
+  if cell.balanced:
+    out = zigzag.from_zigzag(out, CONTEXT, order=order)
+  return checkpoint_name(out, "out_proj")
+
+
+def _whole_row(cell: Cell, x: Float[Array, "B T ..."]) -> Float[Array, "B S ..."]:
+  """Keys or values of the whole row, in sequence order."""
+  x = lax.all_gather(x, CONTEXT, axis=1, tiled=True)
+  if not cell.balanced:
+    return x
+  chunk = x.shape[1] // (2 * cell.ranks)
+  held = [c for rank in range(cell.ranks) for c in zigzag.chunks_of(rank, cell.ranks)]
+  parts = [x[:, at * chunk : (at + 1) * chunk] for at in map(held.index, range(len(held)))]
+  return jnp.concatenate(parts, axis=1)
+
+
+def gated_delta_net(
+  cell: Cell, module: gdn_lib.GatedDeltaNet, x: Float[Array, "B T h"], rows: Rows
+) -> Float[Array, "B T h"]:
+  """The Gated DeltaNet mixer of this rank's tokens."""
+  config, kernels = cell.config, cell.implementation
+  batch, length, _ = x.shape
+  qkv = module.in_proj_qkv(x)
+  mixed = conv1d.causal_conv1d_silu(
+    qkv,
+    module.conv1d.kernel[...],
+    rows.segment_ids,
+    *_halo(cell, qkv, rows),
+    implementation=kernels,
+  )
+  mixed = checkpoint_name(mixed, "gdn_conv")
+  q, k, v = jnp.split(mixed, [config.key_dim, 2 * config.key_dim], axis=-1)
+  keys = (config.linear_num_key_heads, config.linear_key_head_dim)
+  values = (config.linear_num_value_heads, config.linear_value_head_dim)
+  q, k = q.reshape(batch, length, *keys), k.reshape(batch, length, *keys)
+  v = v.reshape(batch, length, *values)
+  beta = jax.nn.sigmoid(module.in_proj_b(x))
+  decay = jax.nn.softplus(module.in_proj_a(x).astype(jnp.float32) + module.dt_bias[...])
+  g = -jnp.exp(module.A_log[...]) * decay
+
+  chunk = cell.model_options.gdn_chunk_size
+  if cell.ranks > 1 and cell.options.gdn_cp_mode == "seq":
+    out = gdn_context.gated_delta_rule(
+      q,
+      k,
+      v,
+      g,
+      beta,
+      rows.segment_ids,
+      axis_name=CONTEXT,
+      chunk_size=chunk,
+      implementation=kernels,
+    )
+  else:
+    if cell.ranks > 1:
+      q, k, v, g, beta = (collectives.heads_to_ranks(a, CONTEXT) for a in (q, k, v, g, beta))
+    out, _ = gdn.gated_delta_rule(
+      q, k, v, g, beta, rows.whole_segment_ids, chunk_size=chunk, implementation=kernels
+    )
+    if cell.ranks > 1:
+      out = collectives.tokens_to_ranks(out, CONTEXT)
+  out = checkpoint_name(out, "gdn")
+  z = module.in_proj_z(x).reshape(batch, length, *values)
+  out = gated_norm.gated_rms_norm(
+    out, z, module.norm.scale[...], config.rms_norm_eps, implementation=kernels
+  )
+  return module.out_proj(out.reshape(batch, length, config.value_dim))
+
+
+def _halo(cell: Cell, qkv: Float[Array, "B T C"], rows: Rows):
+  """The convolution's window before this rank's tokens, and the segment it belongs to.
+
+  The window is of one segment, that of its last token: ids grow along a row, so a token before
+  another segment's is seen by no token of this rank.
+  """
+  if cell.ranks == 1:
+    return None, None
+  taps = cell.config.linear_conv_kernel_dim - 1
+  window = collectives.from_rank_before(qkv[:, -taps:], CONTEXT)
+  start = lax.axis_index(CONTEXT) * qkv.shape[1]
+  padded = jnp.pad(rows.whole_segment_ids, ((0, 0), (taps, 0)))
+  segments = lax.dynamic_slice_in_dim(padded, start, taps, axis=1)
+  owner = segments[:, -1]
+  return jnp.where((segments == owner[:, None])[..., None], window, 0), owner

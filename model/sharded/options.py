@@ -1,0 +1,155 @@
+"""How a model lies on a mesh of devices and what its ranks exchange: the options.
+
+No JAX is imported here: a launcher or a flag check reads this module in milliseconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kernels.base import options
+
+RULE_SETS = ("default", "cp-as-ep", "cp-as-ep-dense-no-cp")
+
+# Named tensors of a layer that remat_policy=custom may keep for the backward pass.
+SAVED = {
+  "query_proj": "queries and output gates of an attention layer",
+  "key_proj": "its keys before norm and rotation",
+  "value_proj": "its values",
+  "attention_out": "its gated heads, before the output projection",
+  "out_proj": "its output",
+  "gdn_conv": "convolved queries, keys and values of a Gated DeltaNet layer",
+  "gdn": "output of its delta rule",
+  "moe_x_sorted": "tokens in the experts' rows",
+}
+
+
+def _saved(name: str):
+  return options.option(
+    "remat",
+    help=f"With remat_policy=custom, {SAVED[name]}: recomputed, kept on the device, or kept in host "
+    "memory.",
+    choices=("remat", "device", "offload"),
+  )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardedOptions:
+  """Where weights lie on the mesh, and how experts, attention and Gated DeltaNet cross it."""
+
+  custom_mesh_and_rule: str = options.option(
+    "default",
+    help="Where weights lie. default: dense ones over fsdp, experts over expert. cp-as-ep: dense "
+    "ones over every device, experts over context and expert. cp-as-ep-dense-no-cp: the same, but "
+    "dense ones over fsdp and expert only, while what the optimizer keeps of them is split over "
+    "every device.",
+    choices=RULE_SETS,
+  )
+  use_ring_of_experts: bool = options.option(
+    False,
+    help="Tokens travel to the experts (gathered over the expert ranks, summed back) instead of "
+    "all experts to every device.",
+  )
+  num_moe_token_chunks: int = options.option(
+    1,
+    help="Parts in which a device's tokens go through the experts, one after another: a part's "
+    "buffers are as much smaller.",
+    minimum=1,
+  )
+  moe_chunk_pipeline: bool = options.option(
+    False,
+    help="Token chunks are laid out one behind the other instead of in a loop, so that one "
+    "chunk's exchange can run beside another's products.",
+  )
+  ragged_buffer_factor: float = options.option(
+    -1.0,
+    help="Rows of an expert rank's buffer, in multiples of what balanced routing needs; -1 for the "
+    "worst case, which drops nothing.",
+    check=lambda x: None if x == -1 or x > 0 else "want -1, or a number above 0",
+  )
+  retry_when_tokens_dropped: bool = options.option(
+    False,
+    help="A micro-batch that overflowed an expert rank's buffer is discarded and run again in a "
+    "program with room for the worst case, so that no token is lost.",
+  )
+  ragged_unsort_spread_masked_indices: bool = options.option(
+    False,
+    help="Pairs that a rank's buffer does not hold name rows spread over it instead of row 0, so "
+    "that a gather does not read one row over and over.",
+  )
+  moe_wi_gmm_fused_swiglu: bool = options.option(
+    False,
+    help="The experts' first product applies silu(gate) * up to its float32 sums; the backward pass "
+    "computes gate and up again.",
+  )
+  moe_router_grad_from_wo_input: bool = options.option(
+    False,
+    help="The gradient of a row's router weight from the gradient of the second product's input, "
+    "so that the backward pass does not run that product again.",
+  )
+  moe_wo_gmm_fused_dswiglu: bool = options.option(
+    False,
+    help="The second product's input gradient becomes that of gate and up in its own kernel.",
+  )
+  fp8_moe_fake_quant: bool = options.option(
+    False,
+    help="Routed expert weights are rounded to the e4m3 grid in the forward pass, one scale per "
+    "expert and output channel; gradients pass straight through.",
+  )
+  fp8_moe_fake_quant_hoist: bool = options.option(
+    False,
+    help="That rounding is done once a step on every device's shard, outside layers, recomputation "
+    "and micro-batches.",
+  )
+  moe_fp8_token_all_gather: bool = options.option(
+    False, help="Tokens travel to the experts as e4m3 with a scale each."
+  )
+  moe_fp8_bwd_dispatch: bool = options.option(
+    False,
+    help="In the backward pass the gradients of the experts' sums travel as e5m2 with a scale each.",
+  )
+  context_parallel_attention_load_balance: bool = options.option(
+    False,
+    help="Attention layers work in zig-zag order, in which every context rank sees as many keys.",
+  )
+  context_parallel_attention_load_balance_hoist_ids: bool = options.option(
+    False,
+    help="Positions and segment ids in zig-zag order are made once, before the layers, instead of "
+    "in every layer and every recomputation.",
+  )
+  context_parallel_attention_load_balance_order: str = options.option(
+    "dual_chunk_swap",
+    help="dual_chunk_swap_local_self takes a chunk that stays on its rank without sending it.",
+    choices=("dual_chunk_swap", "dual_chunk_swap_local_self"),
+  )
+  gdn_cp_mode: str = options.option(
+    "head",
+    help="Gated DeltaNet over context. head: every rank runs some heads of the whole row. seq: "
+    "every rank runs its own tokens, and ranks exchange what they do to the state.",
+    choices=("head", "seq"),
+  )
+  dense_grad_reduce: str = options.option(
+    "reduce_scatter",
+    help="How the update sums the gradients of dense weights that are whole over context: a "
+    "reduce-scatter to the optimizer's shards, or an all-reduce of which each rank takes its share.",
+    choices=("reduce_scatter", "all_reduce"),
+  )
+  decoder_layer_input: str = options.option(
+    "remat",
+    help="With remat_policy=custom, each layer's input, which is always kept: on the device, or "
+    "(offload) in host memory.",
+    choices=("remat", "offload"),
+  )
+  query_proj: str = _saved("query_proj")
+  key_proj: str = _saved("key_proj")
+  value_proj: str = _saved("value_proj")
+  attention_out: str = _saved("attention_out")
+  out_proj: str = _saved("out_proj")
+  gdn_conv: str = _saved("gdn_conv")
+  gdn: str = _saved("gdn")
+  moe_x_sorted: str = _saved("moe_x_sorted")
+
+  def kept(self, where: str) -> list[str]:
+    """Names of the tensors that are kept on `device` or in host memory (`offload`)."""
+    names = ("decoder_layer_input", *SAVED)
+    return [name for name in names if getattr(self, name) == where]
