@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pathlib
 import statistics
 import time
@@ -110,6 +111,7 @@ def measure(settings: options.Settings, name: str) -> list[dict[str, Any]]:
 
 def run(settings: options.Settings) -> int:
   """Prints the table, and writes it where asked."""
+  os.chdir(os.environ.get("BUILD_WORKING_DIRECTORY", "."))
   records = []
   print(
     f"{'preset':<12} {'pass':<9} {'parameters':>14} {'trace s':>8} {'compile s':>10} {'tok/s':>10}"

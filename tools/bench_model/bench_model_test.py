@@ -21,9 +21,12 @@ def test_rows_are_full_and_packed():
     assert positions.max() == np.diff([*starts, 40]).max() - 1
 
 
-def test_both_passes_are_measured(tmp_path, capsys):
+def test_both_passes_are_measured(tmp_path, capsys, monkeypatch):
   path = tmp_path / "numbers.json"
-  settings = _settings(presets=("tiny",), rows=1, row_tokens=32, repeats=1, json=str(path))
+  # A relative path is seen from where the command was typed.
+  monkeypatch.chdir(".")  # To come back at the end.
+  monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(tmp_path))
+  settings = _settings(presets=("tiny",), rows=1, row_tokens=32, repeats=1, json=path.name)
   assert bench_model.run(settings) == 0
   records = json.loads(path.read_text())
   assert [r["pass"] for r in records] == ["forward", "backward"]

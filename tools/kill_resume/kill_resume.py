@@ -128,11 +128,22 @@ def check(output_dir: pathlib.Path, want: str) -> list[str]:
   return wrong
 
 
+def work_directory(given: str | None) -> pathlib.Path:
+  """Makes the directory given, seen from where the command was typed, or a temporary one.
+
+  Its path is absolute: the runs that are started have a working directory of their own.
+  """
+  if given is None:
+    return pathlib.Path(tempfile.mkdtemp(prefix="kill_resume-"))
+  root = pathlib.Path(os.environ.get("BUILD_WORKING_DIRECTORY", "."), given).absolute()
+  root.mkdir(parents=True, exist_ok=True)
+  return root
+
+
 def run(settings: options.Settings) -> int:
   """Makes the undisturbed run, then kills and resumes."""
   rng = random.Random(settings.kill_seed)
-  root = pathlib.Path(settings.work_dir or tempfile.mkdtemp(prefix="kill_resume-"))
-  root.mkdir(parents=True, exist_ok=True)
+  root = work_directory(settings.work_dir)
   cache = root / "compiled"
   print(f"working in {root}", flush=True)
   finish(root / "undisturbed", cache)
