@@ -190,9 +190,11 @@ class LocalSampler:
     """
     for stop in stop_ids:
       if not 0 <= stop < config.vocab_size:
+        outside = f"outside the model's vocabulary of {config.vocab_size}"
+        if sampler_options.stop_ids:
+          raise options.UserError(f"--stop_ids: {stop} is {outside}; want ids below that")
         raise options.UserError(
-          f"stop id {stop} is outside the model's vocabulary of {config.vocab_size}; the tokenizer "
-          "is of another model"
+          f"the tokenizer's stop id {stop} is {outside}: it is of another model; give --stop_ids"
         )
     self._config, self._model_options = config, model_options
     self._options = sampler_options

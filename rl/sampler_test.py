@@ -232,5 +232,8 @@ def test_mistakes_are_named(made, weights):
     made.sample(weights, [sampler.Request((), 0)], draw)
   with pytest.raises(options.UserError, match="64 is outside the model's vocabulary of 64"):
     made.sample(weights, [sampler.Request((64,), 0)], draw)
-  with pytest.raises(options.UserError, match="stop id 257 is outside"):
+  with pytest.raises(options.UserError, match="the tokenizer's stop id 257 is outside"):
     sampler.LocalSampler(CONFIG, MODEL, run_config.SamplerOptions(), (257,))
+  given = run_config.SamplerOptions(stop_ids=(5, 99999))
+  with pytest.raises(options.UserError, match="^--stop_ids: 99999 is outside"):
+    sampler.LocalSampler(CONFIG, MODEL, given, given.stop_ids)

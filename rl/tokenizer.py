@@ -26,7 +26,9 @@ class Tokenizer(Protocol):
 
   vocab_size: int
   pad_id: int
-  stop_ids: tuple[int, ...]
+
+  @property
+  def stop_ids(self) -> tuple[int, ...]: ...
 
   def encode(self, text: str) -> list[int]:
     """Ids of a text, without any special token added."""
@@ -77,7 +79,8 @@ class FileTokenizer:
       system_prompt: Text of the system turn, or None for none.
 
     Raises:
-      options.UserError: No tokenizer.json, an unreadable file, or no stop id.
+      options.UserError: No tokenizer.json, an unreadable file, or a chat template that is no
+        template.
     """
     import tokenizers
 
@@ -89,21 +92,30 @@ class FileTokenizer:
     except Exception as error:  # The library raises bare Exception for every kind of failure.
       raise options.UserError(f"{path}: cannot be read as a tokenizer: {error}") from None
     config = self._json("tokenizer_config.json")
-    self._template_text = self._find_template(config)
-    self._template: Any = None
+    self._template = self._find_template(config)
     self._tokens = {
       name: self._token_text(config.get(name)) for name in ("bos_token", "eos_token", "pad_token")
     }
     self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
-    self.stop_ids = self._find_stop_ids()
-    if not self.stop_ids:
+    self._stop_ids = self._find_stop_ids()
+    pad = self._tokens["pad_token"]
+    pad_id = self._tokenizer.token_to_id(pad) if pad else None
+    self.pad_id = pad_id if pad_id is not None else next(iter(self._stop_ids), 0)
+
+  @property
+  def stop_ids(self) -> tuple[int, ...]:
+    """Ids that end a completion.
+
+    Raises:
+      options.UserError: The files name none.  Only who needs them is refused: --stop_ids may
+        stand in their place.
+    """
+    if not self._stop_ids:
       raise options.UserError(
         f"{self._directory}: no end-of-text id in generation_config.json, tokenizer_config.json or "
         "config.json; give --stop_ids"
       )
-    pad = self._tokens["pad_token"]
-    pad_id = self._tokenizer.token_to_id(pad) if pad else None
-    self.pad_id = self.stop_ids[0] if pad_id is None else pad_id
+    return self._stop_ids
 
   def encode(self, text: str) -> list[int]:
     return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -112,7 +124,7 @@ class FileTokenizer:
     return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
   def prompt(self, question: str) -> list[int]:
-    if self._template_text is None:
+    if self._template is None:
       return self.encode(question)
     messages = [{"role": "user", "content": question}]
     if self._system_prompt is not None:
@@ -129,23 +141,13 @@ class FileTokenizer:
     Raises:
       options.UserError: There is no template, or it refuses these messages.
     """
-    if self._template_text is None:
-      raise options.UserError(f"{self._directory}: no chat template in this checkpoint")
-    import jinja2
-    import jinja2.sandbox
-
     if self._template is None:
-      environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-      )
-      environment.globals["raise_exception"] = _raise_template_error
-      environment.filters["tojson"] = _to_json
-      self._template = environment.from_string(self._template_text)
+      raise options.UserError(f"{self._directory}: no chat template in this checkpoint")
     try:
       return self._template.render(
         messages=list(messages), add_generation_prompt=True, **self._tokens, **variables
       )
-    except jinja2.TemplateError as error:
+    except Exception as error:  # A template computes, so it may fail in any way.
       raise options.UserError(f"{self._directory}: chat template: {error}") from None
 
   def _json(self, name: str) -> dict[str, Any]:
@@ -157,15 +159,21 @@ class FileTokenizer:
     except (OSError, ValueError) as error:
       raise options.UserError(f"{path}: cannot be read as JSON: {error}") from None
 
-  def _find_template(self, config: Mapping[str, Any]) -> str | None:
+  def _find_template(self, config: Mapping[str, Any]) -> Any:
     path = self._directory / "chat_template.jinja"
+    template: Any
     if path.exists():
-      return path.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # Several named ones; "default" is the plain chat.
-      named = {entry["name"]: entry["template"] for entry in template}
-      template = named.get("default")
-    return template
+      try:
+        template = path.read_text(encoding="utf-8")
+      except (OSError, UnicodeDecodeError) as error:
+        raise options.UserError(f"{path}: cannot be read as text: {error}") from None
+    else:
+      path = self._directory / "tokenizer_config.json"
+      template = config.get("chat_template")
+      if isinstance(template, list):  # Several named ones; "default" is the plain chat.
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    return None if template is None else _compiled(template, path)
 
   def _find_stop_ids(self) -> tuple[int, ...]:
     found: list[int] = []
@@ -183,6 +191,23 @@ class FileTokenizer:
   @staticmethod
   def _token_text(token: Any) -> str | None:
     return token.get("content") if isinstance(token, dict) else token
+
+
+def _compiled(text: str, path: pathlib.Path) -> Any:
+  import jinja2
+  import jinja2.sandbox
+
+  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+  )
+  environment.globals["raise_exception"] = _raise_template_error
+  environment.filters["tojson"] = _to_json
+  try:
+    return environment.from_string(text)
+  except jinja2.TemplateSyntaxError as error:
+    raise options.UserError(
+      f"{path}: is no chat template: line {error.lineno}: {error.message}"
+    ) from None
 
 
 def _raise_template_error(message: str) -> None:

@@ -84,12 +84,30 @@ def test_checkpoint_without_tokenizer_gives_bytes(tmp_path):
   assert isinstance(tokenizer.load(str(tmp_path)), tokenizer.ByteTokenizer)
 
 
+def test_a_template_with_a_fault_is_named_with_its_file(tmp_path):
+  broken = "{% for m in messages %}\n{{ m.content }"
+  with pytest.raises(options.UserError, match="chat_template.jinja: is no chat template: line 2"):
+    tokenizer.load(_checkpoint(tmp_path, template=broken))
+  (tmp_path / "chat_template.jinja").write_bytes(b"\x80")
+  with pytest.raises(options.UserError, match="chat_template.jinja: cannot be read as text"):
+    tokenizer.load(str(tmp_path))
+  (tmp_path / "chat_template.jinja").unlink()
+  with pytest.raises(options.UserError, match="tokenizer_config.json: is no chat template: line 2"):
+    tokenizer.load(_checkpoint(tmp_path, template=None, chat_template=broken))
+  failing = tokenizer.load(_checkpoint(tmp_path, template="{{ messages[0].content + 1 }}"))
+  with pytest.raises(options.UserError, match="chat template: "):
+    failing.prompt("1 + 2")
+
+
 def test_mistakes_are_named(tmp_path):
   path = _checkpoint(tmp_path)
   (tmp_path / "generation_config.json").unlink()
   (tmp_path / "tokenizer_config.json").write_text("{}")
-  with pytest.raises(options.UserError, match="no end-of-text id"):
-    tokenizer.load(path)
+  # Refused where they are needed, since --stop_ids may be given.
+  unended = tokenizer.load(path)
+  assert unended.pad_id == 0
+  with pytest.raises(options.UserError, match="no end-of-text id.*give --stop_ids"):
+    _ = unended.stop_ids
   (tmp_path / "tokenizer_config.json").write_text("{")
   with pytest.raises(options.UserError, match="tokenizer_config.json: cannot be read as JSON"):
     tokenizer.load(path)
