@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import shutil
 import threading
 import time
@@ -34,6 +35,9 @@ from kernels.base import options
 
 _MANIFEST = "manifest.json"
 _BLOCK = 1 << 20
+_WHOLE = re.compile(r"[0-9]{10,}")
+# Folders of ours that a killed process may leave; all else that is hidden is somebody else's.
+_LEFT = re.compile(r"\.[0-9]{10,}\.(partial|removed)")
 
 
 class Store:
@@ -64,15 +68,18 @@ class Store:
     try:
       self._directory.mkdir(parents=True, exist_ok=True)
       if jax.process_index() == 0:
-        for left in self._directory.glob(".*"):
-          shutil.rmtree(left)
+        for left in self._directory.iterdir():
+          if _LEFT.fullmatch(left.name) and left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left)
     except OSError as error:
       raise options.UserError(f"{self._directory}: cannot be written: {error.strerror}") from None
     self._checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
 
   def numbers(self) -> list[int]:
     """Numbers of the committed checkpoints, oldest first; damaged ones are among them."""
-    return sorted(int(p.name) for p in self._directory.iterdir() if p.name.isdigit())
+    return sorted(
+      int(p.name) for p in self._directory.iterdir() if _WHOLE.fullmatch(p.name) and p.is_dir()
+    )
 
   def save(self, number: int, arrays: Any, record: Mapping[str, Any]) -> None:
     """Starts to write a checkpoint; waits first for the one before.

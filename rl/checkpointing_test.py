@@ -103,6 +103,23 @@ def test_unfinished_ones_are_never_seen(tmp_path):
   again.close()
 
 
+def test_what_is_not_ours_stays_and_is_no_checkpoint(tmp_path):
+  store = checkpointing.Store(tmp_path / "c")
+  store.save(1, _state(1), {})
+  store.close()
+  (tmp_path / "c/.DS_Store").write_bytes(b"x")
+  (tmp_path / "c/.git").mkdir()
+  (tmp_path / "c/.0000000009.partial.mine").mkdir()
+  (tmp_path / "c/.0000000001.removed").mkdir()
+  (tmp_path / "c/7").mkdir()
+  (tmp_path / "c/0000000008").write_text("")
+  before = {p.name for p in (tmp_path / "c").iterdir()}
+  again = checkpointing.Store(tmp_path / "c")
+  assert again.numbers() == [1] and again.newest_whole() == 1
+  assert {p.name for p in (tmp_path / "c").iterdir()} == before - {".0000000001.removed"}
+  again.close()
+
+
 def test_other_shapes_and_trees_are_refused(tmp_path):
   store = checkpointing.Store(tmp_path / "c")
   store.save(1, _state(1), {})
