@@ -238,7 +238,9 @@ def test_recorded_step_needs_whole_groups(whole, tmp_path):
   def build(changed):
     path = tmp_path / "changed.jsonl"
     path.write_text("\n".join(map(json.dumps, changed)))
-    setup.build(settings_of(f"--rollouts={path}", f"--output_dir={tmp_path / 'o'}"))
+    setup.build(
+      settings_of(f"--rollouts={path}", "--warmup_steps=0", f"--output_dir={tmp_path / 'o'}")
+    )
 
   with pytest.raises(options.UserError, match="15 trajectories do not divide into steps"):
     build(records[:-1])
@@ -283,8 +285,12 @@ MISTAKES = {
   "malformed line": (["--task=json_lines", "--prompts={tmp}/bad"], 1, "line 2"),
   "no checkpoint": (["--checkpoint={tmp}/absent"], 1, "absent"),
   "unwritable output": (["--output_dir={tmp}/empty/x"], 1, "cannot be written"),
-  "bad rollouts": (["--rollouts={tmp}/bad.jsonl"], 1, "bad.jsonl line 1"),
-  "vocabulary": (["--rollouts={tmp}/wide.jsonl"], 1, "outside the model's vocabulary of 512"),
+  "bad rollouts": (["--rollouts={tmp}/bad.jsonl", "--warmup_steps=0"], 1, "bad.jsonl line 1"),
+  "vocabulary": (
+    ["--rollouts={tmp}/wide.jsonl", "--warmup_steps=0"],
+    1,
+    "outside the model's vocabulary of 512",
+  ),
 }
 
 
@@ -314,7 +320,12 @@ def test_mistakes_give_one_line_and_a_status(tmp_path, name):
 def test_trajectory_longer_than_a_row_is_named(whole, tmp_path):
   where, _, _ = whole
   with pytest.raises(options.UserError, match="rollouts.jsonl line 1 .* --row_tokens=8"):
-    train(f"--rollouts={where / 'rollouts.jsonl'}", f"--output_dir={tmp_path}", "--row_tokens=8")
+    train(
+      f"--rollouts={where / 'rollouts.jsonl'}",
+      "--warmup_steps=0",
+      "--row_tokens=8",
+      f"--output_dir={tmp_path}",
+    )
 
 
 def test_sigterm_saves_and_exits_zero(whole, tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from kernels.base.mesh import MeshShape
 from kernels.base.refusals import Rule
+from model import config as model_config
 
 LOSS_RULES = (
   Rule(
@@ -154,6 +155,15 @@ ADVANTAGE_RULES = (
     accepted={"advantage_estimator": "grpo", "use_leave_one_out_baseline": True},
     refused={"advantage_estimator": "dr-grpo", "use_leave_one_out_baseline": True},
   ),
+  Rule(
+    name="group-of-one",
+    keys=("generations_per_prompt", "advantage_estimator", "loss"),
+    broken=lambda s: s.generations_per_prompt == 1 and s.loss != "sft",
+    reason="every estimator compares a trajectory with the others of its prompt, so a group of one "
+    "has advantage 0 and teaches nothing; want 2 or more",
+    accepted={"generations_per_prompt": 1, "loss": "sft"},
+    refused={"generations_per_prompt": 1},
+  ),
 )
 
 BATCH_RULES = (
@@ -213,6 +223,15 @@ MODEL_RULES = (
   ),
 )
 
+
+_FILE_TASKS = ("json_lines", "command", "math_verify")
+
+
+def _dense(preset: str) -> bool:
+  known = model_config.PRESETS.get(preset)  # An unknown name is refused where it is read.
+  return known is not None and not known.is_moe
+
+
 OPTIMIZER_RULES = (
   Rule(
     name="adam-decay-below-one",
@@ -251,7 +270,7 @@ RUN_RULES = (
   Rule(
     name="file-task-needs-prompts",
     keys=("task", "prompts"),
-    broken=lambda s: s.task in ("json_lines", "command", "math_verify") and not s.prompts,
+    broken=lambda s: s.task in _FILE_TASKS and not s.prompts,
     reason="this task reads its problems from a file; give --prompts",
     accepted={"task": "json_lines", "prompts": "problems.jsonl"},
     refused={"task": "json_lines"},
@@ -259,12 +278,27 @@ RUN_RULES = (
   Rule(
     name="prompts-need-file-task",
     keys=("prompts", "task"),
-    broken=lambda s: (
-      s.prompts is not None and s.task not in ("json_lines", "command", "math_verify")
-    ),
+    broken=lambda s: s.prompts is not None and s.task not in _FILE_TASKS,
     reason="a built-in task reads no file; add --task=json_lines",
     accepted={"task": "json_lines", "prompts": "problems.jsonl"},
     refused={"task": "sort6", "prompts": "problems.jsonl"},
+  ),
+  Rule(
+    name="held-out-prompts-need-file-task",
+    keys=("held_out_prompts", "task"),
+    broken=lambda s: s.held_out_prompts is not None and s.task not in _FILE_TASKS,
+    reason="a built-in task holds out problems of its own; leave --held_out_prompts out, or add "
+    "--task=json_lines",
+    accepted={"task": "json_lines", "prompts": "a.jsonl", "held_out_prompts": "b.jsonl"},
+    refused={"task": "sort6", "held_out_prompts": "b.jsonl"},
+  ),
+  Rule(
+    name="system-prompt-needs-template",
+    keys=("system_prompt", "checkpoint"),
+    broken=lambda s: s.system_prompt is not None and s.checkpoint is None,
+    reason="only a checkpoint brings the chat template that has a system turn; give --checkpoint",
+    accepted={"system_prompt": "Answer briefly.", "checkpoint": "model"},
+    refused={"system_prompt": "Answer briefly."},
   ),
   Rule(
     name="verifier-of-command-task",
@@ -283,12 +317,30 @@ RUN_RULES = (
     refused={"rollouts": "rollouts.jsonl", "save_rollouts": "again.jsonl"},
   ),
   Rule(
+    name="recorded-rollouts-have-no-warm-up",
+    keys=("rollouts", "warmup_steps"),
+    broken=lambda s: s.rollouts is not None and s.warmup_steps > 0,
+    reason="recorded trajectories are of a policy that has begun, so there is no warm-up; add "
+    "--warmup_steps=0 (the recipes sort and add set it)",
+    accepted={"rollouts": "rollouts.jsonl", "warmup_steps": 0},
+    refused={"rollouts": "rollouts.jsonl", "warmup_steps": 100},
+  ),
+  Rule(
     name="replay-needs-recorded-routing",
     keys=("replay_routed_experts", "loss"),
     broken=lambda s: s.replay_routed_experts and s.loss == "sft",
     reason="demonstrations were sampled by no model, so they carry no experts to replay",
     accepted={"replay_routed_experts": True},
     refused={"replay_routed_experts": True, "loss": "sft"},
+  ),
+  Rule(
+    name="replay-needs-experts",
+    keys=("replay_routed_experts", "model_preset", "checkpoint"),
+    broken=lambda s: s.replay_routed_experts and s.checkpoint is None and _dense(s.model_preset),
+    reason="a dense model routes nothing; leave --replay_routed_experts out or take a preset with "
+    "experts",
+    accepted={"replay_routed_experts": True, "model_preset": "tiny_moe"},
+    refused={"replay_routed_experts": True, "model_preset": "tiny"},
   ),
 )
 

@@ -52,9 +52,11 @@ def test_refused_example(rule):
 def test_every_broken_rule_is_reported_at_once():
   values = {}
   expected = []
+  decided = set()  # An example that sets a key of an earlier rule may mend what that one refuses.
   for rule in table.RULES:
-    if not set(values) & set(rule.refused):
+    if not decided & set(rule.refused):
       values |= rule.refused
+      decided |= set(rule.keys) | set(rule.refused)
       expected.append(rule.name)
   assert len(expected) > 2
   with pytest.raises(options.OptionError) as error:
