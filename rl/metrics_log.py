@@ -7,13 +7,14 @@ after the restored step are dropped; those steps are run, and written, again.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import pathlib
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 from kernels.base import options
@@ -159,6 +160,67 @@ class Progress:
       self._bar.close()
 
 
+class _Board:
+  """TensorBoard's copy of the metrics.  When it cannot be written, that is said and the run goes on.
+
+  Written by the caller's thread: tensorboardX's own ends when a write fails, and all later writes
+  would wait for it for ever.
+  """
+
+  def __init__(self, directory: pathlib.Path, last_step: int):
+    """Opens a file of events; those of steps after `last_step` in earlier files are to be hidden."""
+    self._directory = directory
+    self._file: Any = None
+    self._try(self._open, last_step)
+
+  def _open(self, last_step: int) -> None:
+    from tensorboardX import record_writer
+    from tensorboardX.proto import event_pb2
+
+    self._directory.mkdir(parents=True, exist_ok=True)
+    name = f"events.out.tfevents.{time.time():.6f}.{os.getpid()}"
+    self._file = record_writer.RecordWriter(str(self._directory / name))
+    self._put(file_version="brain.Event:2")
+    if last_step:
+      start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+      self._put(step=last_step + 1, session_log=start)
+
+  def _put(self, **fields: Any) -> None:
+    from tensorboardX.proto import event_pb2
+
+    self._file.write(event_pb2.Event(wall_time=time.time(), **fields).SerializeToString())
+    self._file.flush()
+
+  def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    """Adds one step's finite numbers."""
+    if self._file is None:
+      return
+    from tensorboardX import summary
+    from tensorboardX.proto import summary_pb2
+
+    found = [summary.scalar(k, v).value[0] for k, v in metrics.items() if math.isfinite(v)]
+    self._try(lambda: self._put(step=step, summary=summary_pb2.Summary(value=found)))
+
+  def close(self) -> None:
+    if self._file is not None:
+      self._try(self._file.close)
+      self._file = None
+
+  def _try(self, action: Callable[..., None], *arguments: Any) -> None:
+    try:
+      action(*arguments)
+    except OSError as error:
+      print(
+        f"note: {self._directory} cannot be written: {error.strerror}; TensorBoard's curves end "
+        "here, metrics.jsonl goes on",
+        file=sys.stderr,
+      )
+      with contextlib.suppress(OSError):
+        if self._file is not None:
+          self._file.close()
+      self._file = None
+
+
 class MetricsLog:
   """JSON Lines and TensorBoard of one run."""
 
@@ -169,14 +231,9 @@ class MetricsLog:
       directory: Output directory; must exist.
       last_step: Step from which the run goes on.
     """
-    import tensorboardX
-
     self._directory = pathlib.Path(directory)
     self._json = JsonLines(self._directory / "metrics.jsonl", last_step)
-    self._board = tensorboardX.SummaryWriter(
-      logdir=str(self._directory / "tensorboard"),
-      purge_step=last_step + 1 if last_step else None,
-    )
+    self._board = _Board(self._directory / "tensorboard", last_step)
 
   @property
   def records(self) -> list[dict[str, Any]]:
@@ -192,9 +249,7 @@ class MetricsLog:
     """Writes one step's metrics to both."""
     record = {"step": step, **{k: float(v) for k, v in metrics.items()}}
     self._json.write(record)
-    for name, value in metrics.items():
-      if math.isfinite(float(value)):
-        self._board.add_scalar(name, float(value), step)
+    self._board.write(step, metrics)
 
   def close(self) -> None:
     self._json.close()

@@ -4,10 +4,12 @@ import io
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 
 import pytest
+from tensorboardX.proto import event_pb2
 
 from kernels.base import options
 from rl import metrics_log
@@ -83,9 +85,48 @@ def test_tensorboard_and_plot(tmp_path):
   log.write(4, {"loss": 0.1, "eval/pass@1": 0.5, "eval/greedy": 0.6})
   picture = log.plot("a run")
   log.close()
+  metrics_log.MetricsLog(tmp_path, last_step=2).close()
   assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and picture.stat().st_size > 5000
-  events = list((tmp_path / "tensorboard").iterdir())
-  assert events and b"reward_mean" in events[0].read_bytes()
+  first, resumed = sorted((tmp_path / "tensorboard").iterdir(), key=os.path.getmtime)
+  steps = [(e.step, [v.tag for v in e.summary.value]) for e in _events(first)]
+  assert steps[0] == (0, []) and steps[1] == (1, ["loss", "reward_mean"])
+  assert steps[4] == (4, ["loss", "eval/pass_1", "eval/greedy"]) and len(steps) == 5
+  # TensorBoard drops what follows step 2 in the earlier file.
+  start = _events(resumed)[1]
+  assert (start.step, start.session_log.status) == (3, event_pb2.SessionLog.START)
+
+
+def test_a_board_that_cannot_be_written_is_told_once_and_stops_nothing(tmp_path, capfd):
+  log = metrics_log.MetricsLog(tmp_path)
+  log.write(1, {"loss": 1.0})
+  # A full disk under TensorBoard's file alone.
+  full = os.open("/dev/full", os.O_WRONLY)
+  os.dup2(full, log._board._file._writer.fileno())
+  for step in range(2, 30):
+    log.write(step, {f"m{i}": 1.0 for i in range(20)})
+  log.close()
+  os.close(full)
+  assert _steps(tmp_path / "metrics.jsonl") == list(range(1, 30))
+  told = capfd.readouterr().err.splitlines()
+  assert len(told) == 1 and "tensorboard cannot be written: No space left" in told[0]
+  # Nor does one that cannot even be made.
+  (tmp_path / "b").mkdir()
+  (tmp_path / "b/tensorboard").write_text("")
+  log = metrics_log.MetricsLog(tmp_path / "b")
+  log.write(1, {"loss": 1.0})
+  log.close()
+  assert _steps(tmp_path / "b/metrics.jsonl") == [1]
+  assert "tensorboard cannot be written: File exists" in capfd.readouterr().err
+
+
+def _events(path):
+  """Every event of a TensorBoard file: length, checksum, bytes, checksum each."""
+  data, found, at = path.read_bytes(), [], 0
+  while at < len(data):
+    (size,) = struct.unpack_from("<Q", data, at)
+    found.append(event_pb2.Event.FromString(data[at + 12 : at + 12 + size]))
+    at += 16 + size
+  return found
 
 
 class _Terminal(io.StringIO):
