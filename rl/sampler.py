@@ -376,11 +376,12 @@ class LocalSampler:
           f"a prompt has {length} tokens, more than --max_prompt_tokens={longest}; raise it, or "
           "leave the prompt out"
         )
-      if max(request.prompt_ids) >= self._config.vocab_size:
-        raise options.UserError(
-          f"token id {max(request.prompt_ids)} is outside the model's vocabulary of "
-          f"{self._config.vocab_size}; the tokenizer is of another model"
-        )
+      for token in (min(request.prompt_ids), max(request.prompt_ids)):
+        if not 0 <= token < self._config.vocab_size:
+          raise options.UserError(
+            f"token id {token} is outside the model's vocabulary of {self._config.vocab_size}; the "
+            "tokenizer is of another model"
+          )
 
   def _refill(self, weights, slots, requests, waiting, owner, prompt_routed, draws, filtered):
     """Prefills the next distinct prompts and gives free slots to their requests."""

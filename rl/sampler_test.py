@@ -109,6 +109,30 @@ def test_log_probs_and_draws_follow_the_temperature(made, weights):
   _assert_log_probs(completions, _trainer(weights, requests, completions, temperature=0.5))
 
 
+def test_draws_of_seeds_and_places_are_independent(made, weights):
+  # A head of zeros makes every draw uniform, whatever came before.
+  flat = {**weights, "lm_head": jax.tree.map(jnp.zeros_like, weights["lm_head"])}
+  requests = [sampler.Request((5, 6), seed) for seed in range(300)]
+  completions = made.sample(flat, requests, sampler.Distribution())
+  for got in completions:
+    np.testing.assert_allclose(got.logprobs, -np.log(64), rtol=1e-6)
+  # Of 300 draws out of 64 nearly all tokens come up: no two seeds share their draws.
+  assert len({int(c.ids[0]) for c in completions}) > 55
+  # Nor do two places: the second token is the first one's equal by chance alone, 1 in 64.
+  pairs = [c.ids[:2] for c in completions if len(c.ids) > 1]
+  assert 180 < len(pairs) < 270  # a quarter of the tokens are stops
+  assert np.mean([a == b for a, b in pairs]) < 0.1
+  # The seed is the request's: the same one draws the same.
+  _same(completions[:5] * 2, made.sample(flat, requests[:5] * 2, sampler.Distribution()))
+
+
+def test_top_k_and_top_p_reach_the_draws(made, weights):
+  requests = _requests(6)
+  greedy = made.sample(weights, requests, sampler.Distribution(greedy=True))
+  for given in ({"top_k": 1}, {"top_p": 1e-6}):
+    _same(greedy, made.sample(weights, requests, sampler.Distribution(**given)))
+
+
 def test_greedy_takes_the_likeliest(made, weights):
   requests = _requests(6)
   completions = made.sample(weights, requests, sampler.Distribution(greedy=True))
@@ -230,8 +254,9 @@ def test_mistakes_are_named(made, weights):
     made.sample(weights, [sampler.Request((1,) * 12, 0)], draw)
   with pytest.raises(options.UserError, match="no tokens"):
     made.sample(weights, [sampler.Request((), 0)], draw)
-  with pytest.raises(options.UserError, match="64 is outside the model's vocabulary of 64"):
-    made.sample(weights, [sampler.Request((64,), 0)], draw)
+  for wrong in (64, -1):
+    with pytest.raises(options.UserError, match=f"{wrong} is outside the model's vocabulary of 64"):
+      made.sample(weights, [sampler.Request((3, wrong), 0)], draw)
   with pytest.raises(options.UserError, match="the tokenizer's stop id 257 is outside"):
     sampler.LocalSampler(CONFIG, MODEL, run_config.SamplerOptions(), (257,))
   given = run_config.SamplerOptions(stop_ids=(5, 99999))
