@@ -37,7 +37,8 @@ class ModelInputs(NamedTuple):
 
   Attributes:
     tokens: int32 ids.
-    segment_ids: int32; 0 is padding, 1..K the segments in order.
+    segment_ids: int32; 0 is padding, 1..K the segments, each in one piece, growing along the row
+      (the packers number them so; no user gives them).
     positions: int32, from 0 in each segment.
     routed_experts: int16 experts to replay per layer, -1 where unset; None to route live.
   """
@@ -263,25 +264,29 @@ def prefill(
     inputs: One segment a row, continuing what the slot holds: real tokens first, padding after.
       A row of padding alone leaves its slot as it is.  `positions` are not read: they follow
       from the cache's lengths.
-    cache: Slots, one a row.  A row must not outgrow `cache.max_length`.
+    cache: Slots, one a row.
 
   Returns:
     The hidden state after the final norm at each row's last real token (of no meaning for a row
     without one), the cache, and the experts used (-1 on padding; None for a dense model).
 
   Raises:
-    ValueError: More tokens than a slot can hold, another number of rows than slots, or a row
-      that is no single segment (inside a compiled call its hidden state is NaN instead).
+    ValueError: Another number of rows than slots, or a row that is no single segment or outgrows
+      its slot.  A compiled call cannot look at values: there such a row's hidden state is NaN.
   """
   batch, length = inputs.tokens.shape
   if length > cache.max_length:
     raise ValueError(f"{length} tokens do not fit slots of {cache.max_length}")
   if batch != cache.lengths.shape[0]:
     raise ValueError(f"{batch} rows for a cache of {cache.lengths.shape[0]} slots")
-  wrong = _not_one_segment(inputs.segment_ids)
-  if not isinstance(wrong, jax.core.Tracer) and wrong.any():
-    raise ValueError("prefill continues one segment a row: real tokens first, then padding")
   real = (inputs.segment_ids > 0).astype(jnp.int32)
+  wrong = _refused(
+    _not_one_segment(inputs.segment_ids),
+    "prefill continues one segment a row: real tokens first, then padding",
+  ) | _refused(
+    cache.lengths + jnp.sum(real, axis=1) > cache.max_length,
+    f"a row outgrows its slot of {cache.max_length} tokens",
+  )
   hidden, cache, outputs = _extend(
     config, options, params, inputs.tokens, real, cache, inputs.routed_experts
   )
@@ -290,6 +295,13 @@ def prefill(
   # A traced call cannot raise; what is refused is made impossible to overlook.
   hidden = jnp.where(wrong[:, None], jnp.nan, hidden)
   return hidden, cache, _routed(config, outputs)
+
+
+def _refused(wrong: Bool[Array, " B"], message: str) -> Bool[Array, " B"]:
+  """Raises where values are there to be looked at; else hands on which rows to make NaN."""
+  if not isinstance(wrong, jax.core.Tracer) and wrong.any():
+    raise ValueError(message)
+  return wrong
 
 
 def _not_one_segment(segment_ids: Int[Array, "B S"]) -> Bool[Array, " B"]:
@@ -314,19 +326,29 @@ def decode_step(
     config: The model.
     options: How to compute it.
     params: Parameters.
-    cache: Slots.  A full slot must not be active.
+    cache: Slots.
     tokens: One id a slot.
     active: Slots that advance; all when absent.  The others are left as they are.
 
   Returns:
     Hidden state after the final norm (of no meaning for an inactive slot), the cache, and the
     experts used.
+
+  Raises:
+    ValueError: An active slot is full.  A compiled call cannot look at values: there its hidden
+      state is NaN.
   """
   active = jnp.ones(tokens.shape, bool) if active is None else active
+  full = _refused(
+    active & (cache.lengths >= cache.max_length),
+    f"an active slot holds its {cache.max_length} tokens already",
+  )
   real = active.astype(jnp.int32)[:, None]
   hidden, cache, outputs = _extend(config, options, params, tokens[:, None], real, cache, None)
   routed = _routed(config, outputs)
-  return hidden[:, 0], cache, None if routed is None else routed[:, 0]
+  # Its key and value had no place: what was computed without them must not pass for a result.
+  hidden = jnp.where(full[:, None], jnp.nan, hidden[:, 0])
+  return hidden, cache, None if routed is None else routed[:, 0]
 
 
 def _extend(config, options, params, tokens, real, cache, routed_experts):

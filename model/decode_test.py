@@ -145,3 +145,40 @@ def test_refusals():
   # A compiled call cannot raise: what is refused there is NaN, never a leak.
   hidden, _, _ = model.prefill(packed._replace(segment_ids=two), model.empty)
   assert np.isnan(hidden[0]).all() and np.isfinite(hidden[1:]).all()
+
+
+def test_a_full_slot_is_refused():
+  model = _model("tiny")
+  _, cache, _ = model.prefill(model.part([0, 1, 2], [0, 0, 0], [16, 7, 5]), model.empty)
+  almost = cache._replace(lengths=jnp.array([_CAPACITY - 1, _CAPACITY, 5]))
+  token, all_but_one = np.zeros(_SLOTS, np.int32), np.array([True, False, True])
+  # The last place may be filled; a full slot may wait.
+  hidden, cache, _ = model.step(almost, token, all_but_one)
+  assert np.isfinite(hidden[[0, 2]]).all()
+  hidden, _, _ = model.step(cache, token, np.ones(_SLOTS, bool))
+  assert np.isnan(hidden[:2]).all() and np.isfinite(hidden[2]).all()
+  with pytest.raises(ValueError, match="holds its 48 tokens"):
+    api.decode_step(model.config, _OPTIONS, {}, cache, token)
+  three = model.part([0, 1, 2], [0, 0, 0], [3, 0, 3])
+  outgrown = cache._replace(lengths=jnp.array([_CAPACITY - 2, _CAPACITY, 5]))
+  hidden, _, _ = model.prefill(three, outgrown)
+  assert np.isnan(hidden[0]).all() and np.isfinite(hidden[2]).all()
+  with pytest.raises(ValueError, match="outgrows its slot of 48"):
+    api.prefill(model.config, _OPTIONS, {}, three, outgrown)
+
+
+def test_a_step_costs_one_token_whatever_the_context():
+  """No prefix is computed again: only attention's reading of the slot grows with it."""
+  config = _CONFIGS["tiny"]
+  params = api.abstract_params(config, _OPTIONS)
+
+  def cost(capacity):
+    cache = jax.eval_shape(lambda: api.init_cache(config, _OPTIONS, _SLOTS, capacity))
+    token = jax.ShapeDtypeStruct((_SLOTS,), jnp.int32)
+    step = jax.jit(lambda p, c, t: api.decode_step(config, _OPTIONS, p, c, t)[:2])
+    return step.lower(params, cache, token).cost_analysis()["flops"]
+
+  per_place = (cost(4096) - cost(64)) / (4096 - 64) / _SLOTS
+  # q . k and weight . v of every head are 4 heads dim; masks and softmax a little more.
+  attention = config.num_groups * 4 * config.num_attention_heads * config.head_dim
+  assert attention <= per_place < 1.5 * attention, per_place / attention
