@@ -154,7 +154,7 @@ def test_a_full_slot_is_refused():
   token, all_but_one = np.zeros(_SLOTS, np.int32), np.array([True, False, True])
   # The last place may be filled; a full slot may wait.
   hidden, cache, _ = model.step(almost, token, all_but_one)
-  assert np.isfinite(hidden[[0, 2]]).all()
+  assert np.isfinite(np.asarray(hidden)[[0, 2]]).all()
   hidden, _, _ = model.step(cache, token, np.ones(_SLOTS, bool))
   assert np.isnan(hidden[:2]).all() and np.isfinite(hidden[2]).all()
   with pytest.raises(ValueError, match="holds its 48 tokens"):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import os
 import pathlib
 import resource
 import signal
@@ -393,8 +394,17 @@ def _device_memory() -> dict[str, float]:
 
 
 def _drop_later(path: str, last_step: int) -> bool:
-  """Cuts recorded steps after `last_step` off a file that is to be continued; false to rewrite."""
-  if last_step == 0 or not path.endswith(".jsonl"):
+  """Cuts recorded steps after `last_step` off a file that is to be continued; false to rewrite.
+
+  Raises:
+    options.UserError: It is a Parquet file, and the steps before would be lost.
+  """
+  if last_step == 0 or not os.path.exists(path):
     return False
+  if not path.lower().endswith(".jsonl"):
+    raise options.UserError(
+      f"--save_rollouts={path}: the run goes on from step {last_step}, and a Parquet file cannot be "
+      "continued; name a .jsonl file, or one that is not there yet"
+    )
   metrics_log.JsonLines(path, last_step).close()
   return True

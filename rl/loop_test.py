@@ -25,7 +25,16 @@ import pytest  # noqa: E402
 import tokenizers  # noqa: E402
 
 from kernels.base import cli, options  # noqa: E402
-from rl import loop, metrics_log, recipes, refusals, rollouts, setup, trainer_options
+from rl import (  # noqa: E402
+  loop,
+  metrics_log,
+  recipes,
+  refusals,
+  report,
+  rollouts,
+  setup,
+  trainer_options,
+)
 
 # The smallest run that has every phase.
 SMALL = (
@@ -249,6 +258,15 @@ def test_recorded_step_needs_whole_groups(whole, tmp_path):
     build(records)
 
 
+def test_recorded_steps_are_never_lost_on_resume(tmp_path):
+  path = str(tmp_path / "saved.parquet")
+  assert not loop._drop_later(path, 2)
+  (tmp_path / "saved.parquet").write_text("")
+  assert not loop._drop_later(path, 0)
+  with pytest.raises(options.UserError, match="Parquet file cannot be continued"):
+    loop._drop_later(path, 2)
+
+
 def test_saved_rollouts_read_back(whole):
   where, _, _ = whole
   found = rollouts.read(str(where / "rollouts.jsonl"))
@@ -317,15 +335,36 @@ def test_mistakes_give_one_line_and_a_status(tmp_path, name):
   assert "Traceback" not in done.stderr
 
 
-def test_trajectory_longer_than_a_row_is_named(whole, tmp_path):
+def test_trajectory_longer_than_a_row_is_named_before_anything_is_trained(whole, tmp_path):
   where, _, _ = whole
-  with pytest.raises(options.UserError, match="rollouts.jsonl line 1 .* --row_tokens=8"):
-    train(
-      f"--rollouts={where / 'rollouts.jsonl'}",
-      "--warmup_steps=0",
-      "--row_tokens=8",
-      f"--output_dir={tmp_path}",
-    )
+  records = [json.loads(line) for line in (where / "rollouts.jsonl").read_text().splitlines()]
+  records[-1]["prompt_ids"] = [1] * 99
+  (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, records)))
+  flags = [f"--rollouts={tmp_path / 'long.jsonl'}", f"--output_dir={tmp_path / 'o'}"]
+  with pytest.raises(options.UserError, match="long.jsonl line 64 has 10.* --row_tokens=80"):
+    setup.build(settings_of(*flags, "--recipe=sort", "--warmup_steps=0"))
+  with pytest.raises(options.UserError, match="_prompt_tokens=8 .*_completion_tokens=6 has 14"):
+    setup.build(settings_of("--row_tokens=13", f"--output_dir={tmp_path / 'o'}"))
+  assert not (tmp_path / "o/metrics.jsonl").exists()
+
+
+def test_a_dense_run_tells_where_everything_is(tmp_path, capsys):
+  flags = ["--model_preset=tiny", "--warmup_steps=1", "--max_steps=1", f"--output_dir={tmp_path}"]
+  assert report.train_and_report(settings_of(*flags), started=0.0) == 0
+  told = capsys.readouterr().out
+  assert "Qwen3.5 (dense, " in told and "warning" not in told
+  scores = [line.split()[-2:] for line in told.splitlines() if line.startswith(("step 1", "expor"))]
+  assert len(scores) == 2 and scores[0] == scores[1]  # as trained, and loaded back
+  for name, place in {
+    "plot": "metrics.png",
+    "metrics": "metrics.jsonl",
+    "TensorBoard": "tensorboard",
+    "checkpoints": "checkpoints",
+    "Hugging Face model": "model",
+  }.items():
+    assert f"{name:<20}{tmp_path / place}\n" in told and (tmp_path / place).exists()
+  report._require_same([("step 1", {"eval/pass@1": 0.5}), ("exported", {"eval/pass@1": 0.25})])
+  assert "warning: the exported model scores otherwise" in capsys.readouterr().out
 
 
 def test_sigterm_saves_and_exits_zero(whole, tmp_path):

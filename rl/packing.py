@@ -96,13 +96,7 @@ def plan(lengths: Sequence[int], options: BatchOptions, names: Sequence[str] | N
     UserError: A trajectory is longer than a row, or more micro-batches are needed than
       `num_micro_batches` allows.
   """
-  for index, length in enumerate(lengths):
-    if length > options.row_tokens:
-      name = names[index] if names else f"trajectory {index}"
-      raise UserError(
-        f"{name} has {length} tokens, more than a row of --row_tokens={options.row_tokens}; "
-        "trajectories are never cut: raise --row_tokens or leave it out"
-      )
+  refuse_longer(lengths, options.row_tokens, names)
   segments = options.max_segments_per_row if options.packing else 1
   rows = pack_rows(lengths, options.row_tokens, segments)
   used = len(rows)
@@ -127,6 +121,28 @@ def plan(lengths: Sequence[int], options: BatchOptions, names: Sequence[str] | N
     fill=total / (len(rows) * options.row_tokens),
     fill_of_used_rows=total / (used * options.row_tokens) if used else 0.0,
   )
+
+
+def refuse_longer(
+  lengths: Sequence[int], row_tokens: int, names: Sequence[str] | None = None
+) -> None:
+  """Refuses trajectories that no row can hold.
+
+  Args:
+    lengths: Tokens of each.
+    row_tokens: Tokens of a row.
+    names: What messages call them.
+
+  Raises:
+    UserError: One is longer than a row; named.
+  """
+  for index, length in enumerate(lengths):
+    if length > row_tokens:
+      name = names[index] if names else f"trajectory {index}"
+      raise UserError(
+        f"{name} has {length} tokens, more than a row of --row_tokens={row_tokens}; trajectories "
+        "are never cut: raise --row_tokens or leave it out"
+      )
 
 
 def pack_rows(lengths: Sequence[int], row_tokens: int, max_segments: int) -> list[list[int]]:

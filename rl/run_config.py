@@ -38,7 +38,9 @@ class RunOptions:
     "from the start when it ends before --max_steps.",
   )
   save_rollouts: str | None = option(
-    None, help="File (.jsonl) to which every trajectory that is trained on is written."
+    None,
+    help="File to which every trajectory that is trained on is written: .jsonl, or .parquet, which "
+    "a resumed run cannot continue.",
   )
   output_dir: str | None = option(
     None,

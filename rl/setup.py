@@ -17,6 +17,7 @@ from rl import (
   collect,
   config,
   learner,
+  packing,
   rollouts,
   run_config,
   sampler,
@@ -191,7 +192,8 @@ def build(settings: options.Settings) -> Setup:
 
   Raises:
     options.UserError: A file is missing or malformed, the tokenizer is of another model, the
-      batch sizes are missing, or the mesh is not that of the devices.
+      batch sizes are missing, a trajectory is or may become longer than a row, or the mesh is not
+      that of the devices.
   """
   run = settings.of(run_config.RunOptions)
   directory = user_path(run.checkpoint)
@@ -211,16 +213,19 @@ def build(settings: options.Settings) -> Setup:
   batch = settings.of(config.BatchOptions)
   recorded: list[list[trajectory.Trajectory]] = []
   if run.rollouts is not None:
+    found = rollouts.read(
+      user_path(run.rollouts),
+      vocab_size=model.vocab_size,
+      routing=trajectory.Routing(
+        layers=model.num_hidden_layers, top_k=model.num_experts_per_tok, experts=model.num_experts
+      )
+      if settings.replay_routed_experts
+      else None,
+    )
+    # Now, not at the step that meets it after hours of others.
+    packing.refuse_longer([t.num_tokens for t in found], batch.row_tokens, [t.name for t in found])
     recorded = rollouts.steps(
-      rollouts.read(
-        user_path(run.rollouts),
-        vocab_size=model.vocab_size,
-        routing=trajectory.Routing(
-          layers=model.num_hidden_layers, top_k=model.num_experts_per_tok, experts=model.num_experts
-        )
-        if settings.replay_routed_experts
-        else None,
-      ),
+      found,
       generations_per_prompt=batch.generations_per_prompt,
       prompts_per_step=batch.prompts_per_step,
     )
@@ -243,6 +248,10 @@ def build(settings: options.Settings) -> Setup:
       with_routed_experts=settings.replay_routed_experts,
     )
   if not recorded:
+    if settings.loss != "sft":
+      longest = (settings.max_prompt_tokens, settings.max_completion_tokens)
+      name = "a sample of --max_prompt_tokens={} and --max_completion_tokens={}".format(*longest)
+      packing.refuse_longer([sum(longest)], batch.row_tokens, [name])
     source = collect.Source(
       task=made_task,
       tokenizer=text,
