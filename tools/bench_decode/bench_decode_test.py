@@ -1,11 +1,15 @@
+<<<<<<< HEAD
 """Where the numbers go; the numbers themselves are the machine's."""
 
+=======
+>>>>>>> d67c248 (Tests: rows in any order, growing segment ids of the score tool, what kill_resume calls lost, bench_decode)
 import json
 
 from kernels.base import options
 from tools.bench_decode import bench_decode
 
 
+<<<<<<< HEAD
 def test_a_relative_path_is_seen_from_where_the_command_was_typed(tmp_path, monkeypatch):
   monkeypatch.chdir(".")  # To come back at the end.
   monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(tmp_path))
@@ -18,3 +22,22 @@ def test_a_relative_path_is_seen_from_where_the_command_was_typed(tmp_path, monk
     "step_ms": {"64": 500.0},
     "gdn_step_ms": {"64": 250.0},
   }
+=======
+def test_both_tables_are_measured(tmp_path, capsys):
+  path = tmp_path / "numbers.json"
+  values = {
+    "preset": "tiny",
+    "batches": (2,),
+    "new_tokens": 4,
+    "prompt_tokens": 4,
+    "contexts": (4, 8),
+    "repeats": 1,
+    "json": str(path),
+  }
+  assert bench_decode.run(options.Settings([bench_decode.BenchOptions], values)) == 0
+  numbers = json.loads(path.read_text())
+  assert numbers["tokens_per_second"].keys() == {"2"}
+  assert numbers["step_ms"].keys() == numbers["gdn_step_ms"].keys() == {"4", "8"}
+  assert all(value > 0 for table in numbers.values() for value in table.values())
+  assert "tokens/s" in capsys.readouterr().out
+>>>>>>> d67c248 (Tests: rows in any order, growing segment ids of the score tool, what kill_resume calls lost, bench_decode)

@@ -148,6 +148,8 @@ def run(settings: options.Settings) -> int:
   print(f"working in {root}", flush=True)
   finish(root / "undisturbed", cache)
   want = weights(root / "undisturbed")
+  if want == "none":  # or runs that lost their export would equal it
+    raise options.UserError(f"the undisturbed run exported no weights to {root}")
   print(f"undisturbed run: weights {want[:16]}", flush=True)
   failures = 0
   for trial in range(settings.trials):

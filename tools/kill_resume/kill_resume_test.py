@@ -1,8 +1,17 @@
+<<<<<<< HEAD
 """Where the runs are put; the kills themselves take minutes and are the tool's own work."""
+=======
+"""What counts as a resumed run that lost something; the runs themselves are the tool's."""
+
+import json
+
+import pytest
+>>>>>>> d67c248 (Tests: rows in any order, growing segment ids of the score tool, what kill_resume calls lost, bench_decode)
 
 from tools.kill_resume import kill_resume
 
 
+<<<<<<< HEAD
 def test_a_relative_directory_is_seen_from_where_the_command_was_typed(tmp_path, monkeypatch):
   monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(tmp_path))
   root = kill_resume.work_directory("here/there")
@@ -14,3 +23,39 @@ def test_a_relative_directory_is_seen_from_where_the_command_was_typed(tmp_path,
   made = kill_resume.work_directory(None)
   assert made.is_absolute() and not list(made.iterdir())
   made.rmdir()
+=======
+def _ended(folder, weights=b"weights", steps=range(1, 17)):
+  (folder / "model").mkdir(parents=True)
+  (folder / "model/model-00001-of-00001.safetensors").write_bytes(weights)
+  for name, numbers in (("warmup.jsonl", range(1, 9)), ("metrics.jsonl", steps)):
+    (folder / name).write_text("".join(json.dumps({"step": n}) + "\n" for n in numbers))
+  return folder
+
+
+def test_a_run_that_lost_nothing(tmp_path):
+  want = kill_resume.weights(_ended(tmp_path / "undisturbed"))
+  assert kill_resume.check(_ended(tmp_path / "resumed"), want) == []
+
+
+@pytest.mark.parametrize(
+  "change, told",
+  [
+    ({"weights": b"weighTs"}, "weights differ"),
+    ({"weights": b""}, "weights differ"),
+    ({"steps": [*range(1, 9), *range(8, 17)]}, "metrics.jsonl has the steps"),
+    ({"steps": range(1, 16)}, "metrics.jsonl has the steps"),
+  ],
+)
+def test_what_was_lost_is_told(tmp_path, change, told):
+  want = kill_resume.weights(_ended(tmp_path / "undisturbed"))
+  (wrong,) = kill_resume.check(_ended(tmp_path / "resumed", **change), want)
+  assert told in wrong
+
+
+def test_no_export_is_not_the_same_weights(tmp_path):
+  want = kill_resume.weights(_ended(tmp_path / "undisturbed"))
+  resumed = _ended(tmp_path / "resumed")
+  (resumed / "model/model-00001-of-00001.safetensors").unlink()
+  assert kill_resume.weights(resumed) == "none" != want
+  assert kill_resume.check(resumed, want)
+>>>>>>> d67c248 (Tests: rows in any order, growing segment ids of the score tool, what kill_resume calls lost, bench_decode)

@@ -235,6 +235,8 @@ def test_layout_holds_every_token_once(alignment):
         seen[place.line.number] = seen.get(place.line.number, 0) + 1
         total += n
       assert (batch.segment_ids > 0).sum() == total
+      for ids in batch.segment_ids:  # As the gated delta rule wants them.
+        assert (np.diff(ids[ids > 0]) >= 0).all()
     assert seen == {line.number: 1 for line in lines}
 
 
