@@ -1,15 +1,11 @@
-<<<<<<< HEAD
-"""Where the numbers go; the numbers themselves are the machine's."""
+"""Both tables are measured, and go where the command says; what they hold is the machine's."""
 
-=======
->>>>>>> d67c248 (Tests: rows in any order, growing segment ids of the score tool, what kill_resume calls lost, bench_decode)
 import json
 
 from kernels.base import options
 from tools.bench_decode import bench_decode
 
 
-<<<<<<< HEAD
 def test_a_relative_path_is_seen_from_where_the_command_was_typed(tmp_path, monkeypatch):
   monkeypatch.chdir(".")  # To come back at the end.
   monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(tmp_path))
@@ -22,7 +18,8 @@ def test_a_relative_path_is_seen_from_where_the_command_was_typed(tmp_path, monk
     "step_ms": {"64": 500.0},
     "gdn_step_ms": {"64": 250.0},
   }
-=======
+
+
 def test_both_tables_are_measured(tmp_path, capsys):
   path = tmp_path / "numbers.json"
   values = {
@@ -40,4 +37,3 @@ def test_both_tables_are_measured(tmp_path, capsys):
   assert numbers["step_ms"].keys() == numbers["gdn_step_ms"].keys() == {"4", "8"}
   assert all(value > 0 for table in numbers.values() for value in table.values())
   assert "tokens/s" in capsys.readouterr().out
->>>>>>> d67c248 (Tests: rows in any order, growing segment ids of the score tool, what kill_resume calls lost, bench_decode)

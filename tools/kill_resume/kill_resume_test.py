@@ -1,17 +1,12 @@
-<<<<<<< HEAD
-"""Where the runs are put; the kills themselves take minutes and are the tool's own work."""
-=======
-"""What counts as a resumed run that lost something; the runs themselves are the tool's."""
+"""What counts as lost, and where the runs are put; the runs themselves are the tool's own work."""
 
 import json
 
 import pytest
->>>>>>> d67c248 (Tests: rows in any order, growing segment ids of the score tool, what kill_resume calls lost, bench_decode)
 
 from tools.kill_resume import kill_resume
 
 
-<<<<<<< HEAD
 def test_a_relative_directory_is_seen_from_where_the_command_was_typed(tmp_path, monkeypatch):
   monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(tmp_path))
   root = kill_resume.work_directory("here/there")
@@ -23,7 +18,8 @@ def test_a_relative_directory_is_seen_from_where_the_command_was_typed(tmp_path,
   made = kill_resume.work_directory(None)
   assert made.is_absolute() and not list(made.iterdir())
   made.rmdir()
-=======
+
+
 def _ended(folder, weights=b"weights", steps=range(1, 17)):
   (folder / "model").mkdir(parents=True)
   (folder / "model/model-00001-of-00001.safetensors").write_bytes(weights)
@@ -58,4 +54,3 @@ def test_no_export_is_not_the_same_weights(tmp_path):
   (resumed / "model/model-00001-of-00001.safetensors").unlink()
   assert kill_resume.weights(resumed) == "none" != want
   assert kill_resume.check(resumed, want)
->>>>>>> d67c248 (Tests: rows in any order, growing segment ids of the score tool, what kill_resume calls lost, bench_decode)
