@@ -99,7 +99,8 @@ def _without_sigmoid():
 
 
 def _gated_norm(one_plus=False, gate_first=False, gate=jax.nn.silu):
-  def mutated(x, z, scale, eps):
+  def mutated(x, z, scale, eps, **kwargs):
+    del kwargs
     x = x * gate(z) if gate_first else x
     x = x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + eps)
     x = x * ((1 + scale) if one_plus else scale)
@@ -144,13 +145,15 @@ def _decay_after_write(q, k, v, g, beta, segments, state=None, **kwargs):
   return jnp.moveaxis(out, 0, 1), state
 
 
-def _conv_without_silu(x, kernel, segments, window=None):
+def _conv_without_silu(x, kernel, segments, window=None, **kwargs):
+  del kwargs
   taps = kernel.shape[0]
   padded = jnp.pad(x, ((0, 0), (taps - 1, 0), (0, 0)))
   return sum(padded[:, j : j + x.shape[1]] * kernel[j] for j in range(taps))
 
 
-def _no_renormalisation(logits, top_k, replay):
+def _no_renormalisation(logits, top_k, *rest):
+  del rest
   probabilities = jax.nn.softmax(logits, axis=-1)
   weights, experts = jax.lax.top_k(probabilities, top_k)
   return experts, weights

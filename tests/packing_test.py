@@ -120,7 +120,11 @@ _LEAKS = {
     "visible",
     lambda qs, ks, qp, kp: _attention_mask(_ones(qs), _ones(ks), qp, kp),
   ),
-  "convolution": (conv1d, "causal_conv1d_silu", lambda x, w, s, *r: _conv(x, w, _ones(s), *r)),
+  "convolution": (
+    conv1d,
+    "causal_conv1d_silu",
+    lambda x, w, s, *r, **kw: _conv(x, w, _ones(s), *r, **kw),
+  ),
   "state": (
     gdn,
     "gated_delta_rule",
