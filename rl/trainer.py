@@ -39,7 +39,9 @@ def run(settings: options.Settings) -> int:
   warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
   # A failed save is told in one line of ours; the threads that wrote for it would add their stack
   # traces, by Orbax's log and as errors of writes whose event loop is gone.
-  logging.getLogger("absl").setLevel(logging.CRITICAL)
+  # asyncio's log tells of the tasks among them that failed with nobody waiting.
+  for name in ("absl", "asyncio"):
+    logging.getLogger(name).setLevel(logging.CRITICAL)
   _forget_late_writes()
   from rl import report
 
