@@ -68,7 +68,7 @@ def attention(
     block_q: Queries per block.
     block_kv: Keys per block.
   """
-  return _forward(q, k, v, ids, scale, block_q, block_kv)[0]
+  return forward(q, k, v, ids, scale=scale, block_q=block_q, block_kv=block_kv)[0]
 
 
 def _split(q, k, v, ids, block_q, block_kv):
@@ -81,7 +81,17 @@ def _split(q, k, v, ids, block_q, block_kv):
   return queries, q_ids, (keys, values, kv_ids)
 
 
-def _forward(q, k, v, ids, scale, block_q, block_kv):
+def forward(
+  q: Float[Array, "B S nq d"],
+  k: Float[Array, "B T nkv d"],
+  v: Float[Array, "B T nkv d"],
+  ids: Ids,
+  *,
+  scale: float,
+  block_q: int = 512,
+  block_kv: int = 512,
+) -> tuple[Float[Array, "B S nq d"], Float[Array, "B nq S"]]:
+  """Output, and the natural log of each query's sum of exponentials (0 where it sees nothing)."""
   dtype = q.dtype
   queries, q_ids, key_blocks = _split(q, k, v, ids, block_q, block_kv)
 
@@ -113,11 +123,25 @@ def _forward(q, k, v, ids, scale, block_q, block_kv):
 
   out, lse = lax.map(one_query_block, (queries, q_ids))
   out = _unblock(out, q.shape[1]).reshape(q.shape).astype(dtype)
-  return out, (q, k, v, ids, out, lse)
+  # [blocks, B, groups, heads, size] -> [B, heads of all groups, S]
+  lse = jnp.moveaxis(lse, 0, 3).reshape(q.shape[0], q.shape[2], -1)
+  return out, lse[:, :, : q.shape[1]]
 
 
-def _backward(scale, block_q, block_kv, residuals, d_out):
-  q, k, v, ids, out, lse = residuals
+def backward(
+  q: Float[Array, "B S nq d"],
+  k: Float[Array, "B T nkv d"],
+  v: Float[Array, "B T nkv d"],
+  ids: Ids,
+  out: Float[Array, "B S nq d"],
+  lse: Float[Array, "B nq S"],
+  d_out: Float[Array, "B S nq d"],
+  *,
+  scale: float,
+  block_q: int = 512,
+  block_kv: int = 512,
+) -> tuple[Float[Array, "B S nq d"], Float[Array, "B T nkv d"], Float[Array, "B T nkv d"]]:
+  """Gradients of q, k, v from what `forward` returned and the output's gradient."""
   dtype = q.dtype
   queries, q_ids, key_blocks = _split(q, k, v, ids, block_q, block_kv)
   inner = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
@@ -125,6 +149,7 @@ def _backward(scale, block_q, block_kv, residuals, d_out):
   shape = (*d_out.shape[:2], groups, heads, d_out.shape[-1])
   d_outs = _blocks(d_out.reshape(shape), block_q)
   inner = jnp.moveaxis(_blocks(inner.reshape(shape[:-1]), block_q), 2, -1)
+  lse = jnp.moveaxis(_blocks(jnp.moveaxis(lse, 1, 2).reshape(shape[:-1]), block_q), 2, -1)
   query_blocks = (queries, d_outs, lse, inner, q_ids)
 
   def one_key_block(d_queries, block):
@@ -155,7 +180,18 @@ def _backward(scale, block_q, block_kv, residuals, d_out):
   d_queries, (dk, dv) = lax.scan(one_key_block, start, key_blocks)
   dq = _unblock(d_queries, q.shape[1]).reshape(q.shape).astype(q.dtype)
   length = k.shape[1]
-  return dq, _unblock(dk, length).astype(k.dtype), _unblock(dv, length).astype(v.dtype), None
+  return dq, _unblock(dk, length).astype(k.dtype), _unblock(dv, length).astype(v.dtype)
 
 
-attention.defvjp(_forward, _backward)
+def _save(q, k, v, ids, scale, block_q, block_kv):
+  out, lse = forward(q, k, v, ids, scale=scale, block_q=block_q, block_kv=block_kv)
+  return out, (q, k, v, ids, out, lse)
+
+
+def _gradients(scale, block_q, block_kv, residuals, d_out):
+  q, k, v, ids, out, lse = residuals
+  sizes = {"scale": scale, "block_q": block_q, "block_kv": block_kv}
+  return *backward(q, k, v, ids, out, lse, d_out, **sizes), None
+
+
+attention.defvjp(_save, _gradients)
