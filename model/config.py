@@ -437,12 +437,19 @@ PRESETS: dict[str, ModelConfig] = {
 }
 
 
+def check_preset(name: str) -> str | None:
+  """What is wrong with a preset's name, the nearest one named; None if nothing is."""
+  if name in PRESETS:
+    return None
+  return f"no such preset, the nearest is {options.nearest(name, PRESETS)}; there are {', '.join(PRESETS)}"
+
+
 def preset(name: str) -> ModelConfig:
   """The configuration of a published or tiny size.
 
   Raises:
     options.UserError: There is no such preset.
   """
-  if name not in PRESETS:
-    raise options.UserError(f"no model preset {name!r}: want one of {', '.join(PRESETS)}")
+  if wrong := check_preset(name):
+    raise options.UserError(f"model preset {name!r}: {wrong}")
   return PRESETS[name]

@@ -301,7 +301,9 @@ MISTAKES = {
   "misspelt key": (["--learning_rat=1"], 2, "the nearest flag is --learning_rate"),
   "empty prompts": (["--task=json_lines", "--prompts={tmp}/empty"], 1, "holds no problem"),
   "malformed line": (["--task=json_lines", "--prompts={tmp}/bad"], 1, "line 2"),
-  "no checkpoint": (["--checkpoint={tmp}/absent"], 1, "absent"),
+  "no checkpoint": (["--checkpoint={tmp}/absent"], 1, "--checkpoint={tmp}/absent: "),
+  "misspelt preset": (["--model_preset=tiny_mo"], 2, "the nearest is tiny_moe"),
+  "nothing to train": (["--trainable_parameters_mask=.*nothing"], 1, "matches none of the"),
   "unwritable output": (["--output_dir={tmp}/empty/x"], 1, "cannot be written"),
   "bad rollouts": (["--rollouts={tmp}/bad.jsonl", "--warmup_steps=0"], 1, "bad.jsonl line 1"),
   "vocabulary": (
@@ -331,7 +333,9 @@ def test_mistakes_give_one_line_and_a_status(tmp_path, name):
   done = command(f"--output_dir={tmp_path / 'o'}", *flags)
   assert done.returncode == status, done.stderr
   lines = [line for line in done.stderr.splitlines() if line]
-  assert len(lines) == 1 and lines[0].startswith("error: ") and text in lines[0], lines
+  assert len(lines) == 1 and lines[0].startswith("error: "), lines
+  assert text.format(tmp=tmp_path) in lines[0], lines
+  assert not (tmp_path / "o").exists()
   assert "Traceback" not in done.stderr
 
 
@@ -345,7 +349,11 @@ def test_trajectory_longer_than_a_row_is_named_before_anything_is_trained(whole,
     setup.build(settings_of(*flags, "--recipe=sort", "--warmup_steps=0"))
   with pytest.raises(options.UserError, match="_prompt_tokens=8 .*_completion_tokens=6 has 14"):
     setup.build(settings_of("--row_tokens=13", f"--output_dir={tmp_path / 'o'}"))
-  assert not (tmp_path / "o/metrics.jsonl").exists()
+  assert not (tmp_path / "o").exists()
+  short = [f"--rollouts={where / 'rollouts.jsonl'}", f"--output_dir={tmp_path / 'o'}"]
+  with pytest.raises(options.UserError, match="no trajectory carries routed_experts; leave"):
+    setup.build(settings_of(*short, "--warmup_steps=0", "--replay_routed_experts"))
+  assert not (tmp_path / "o").exists()
 
 
 def test_a_dense_run_tells_where_everything_is(tmp_path, capsys):

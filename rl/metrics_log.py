@@ -271,6 +271,7 @@ def plot(records: list[dict[str, Any]], path: str | pathlib.Path, title: str) ->
   # The object interface of matplotlib: no display, no global state.
   from matplotlib.backends import backend_agg
   from matplotlib.figure import Figure
+  from matplotlib.ticker import MaxNLocator
 
   path = pathlib.Path(path)
   figure = Figure(figsize=(10, 7), layout="constrained")
@@ -286,6 +287,7 @@ def plot(records: list[dict[str, Any]], path: str | pathlib.Path, title: str) ->
       axes.plot(*zip(*greedy), marker="s", linewidth=1.0, linestyle="--", label="greedy")
       axes.legend()
     axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel(label)
     axes.grid(alpha=0.3)
   figure.savefig(path, dpi=110)

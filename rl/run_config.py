@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from kernels.base.options import option
+from model import config as model_config
 from rl.tasks import registry
 
 
@@ -25,6 +26,7 @@ class RunOptions:
   model_preset: str = option(
     "tiny_moe",
     help="Shape of a model that starts from random weights; not used with --checkpoint.",
+    check=model_config.check_preset,
   )
   checkpoint: str | None = option(
     None,

@@ -17,6 +17,7 @@ from rl import (
   collect,
   config,
   learner,
+  optimizer,
   packing,
   rollouts,
   run_config,
@@ -197,14 +198,11 @@ def build(settings: options.Settings) -> Setup:
   """
   run = settings.of(run_config.RunOptions)
   directory = user_path(run.checkpoint)
-  model = (
-    model_config.preset(run.model_preset)
-    if directory is None
-    else model_config.ModelConfig.from_file(directory)
-  )
+  model = _model(directory, run)
   model_options = settings.of(model_config.ModelOptions).for_checkpoint(directory)
   layout = sharding.of_option(model, settings.mesh)
-  text = tokenizer.load(directory, system_prompt=settings.system_prompt)
+  _refuse_to_train_nothing(model, model_options, settings.of(config.OptimizerOptions))
+  text = tokenizer.load(directory, system_prompt=settings.system_prompt, stop_ids=settings.stop_ids)
   if text.vocab_size > model.vocab_size and run.rollouts is None:
     raise options.UserError(
       f"the tokenizer has {text.vocab_size} ids, the model's vocabulary {model.vocab_size}; use the "
@@ -222,6 +220,11 @@ def build(settings: options.Settings) -> Setup:
       if settings.replay_routed_experts
       else None,
     )
+    if settings.replay_routed_experts and all(t.routed_experts is None for t in found):
+      raise options.UserError(
+        f"--rollouts={run.rollouts}: no trajectory carries routed_experts; leave "
+        "--replay_routed_experts out, or record them with it"
+      )
     # Now, not at the step that meets it after hours of others.
     packing.refuse_longer([t.num_tokens for t in found], batch.row_tokens, [t.name for t in found])
     recorded = rollouts.steps(
@@ -229,8 +232,6 @@ def build(settings: options.Settings) -> Setup:
       generations_per_prompt=batch.generations_per_prompt,
       prompts_per_step=batch.prompts_per_step,
     )
-  name = "recorded" if recorded else settings.task.replace(":", "-")
-  output_dir = output_directory(run.output_dir, f"{name}-seed{run.seed}")
 
   made_task = local = source = None
   if not recorded or settings.eval_every:
@@ -244,14 +245,14 @@ def build(settings: options.Settings) -> Setup:
       model,
       model_options,
       settings.of(run_config.SamplerOptions),
-      tuple(settings.stop_ids or text.stop_ids),
+      text.stop_ids,
       with_routed_experts=settings.replay_routed_experts,
     )
   if not recorded:
     if settings.loss != "sft":
       longest = (settings.max_prompt_tokens, settings.max_completion_tokens)
-      name = "a sample of --max_prompt_tokens={} and --max_completion_tokens={}".format(*longest)
-      packing.refuse_longer([sum(longest)], batch.row_tokens, [name])
+      what = "a sample of --max_prompt_tokens={} and --max_completion_tokens={}".format(*longest)
+      packing.refuse_longer([sum(longest)], batch.row_tokens, [what])
     source = collect.Source(
       task=made_task,
       tokenizer=text,
@@ -263,6 +264,9 @@ def build(settings: options.Settings) -> Setup:
       generations=batch.generations_per_prompt or 16,
       seed=run.seed,
     )
+  # Last, so that what is refused leaves no empty directory.
+  name = "recorded" if recorded else settings.task.replace(":", "-")
+  output_dir = output_directory(run.output_dir, f"{name}-seed{run.seed}")
   return Setup(
     settings=settings,
     model=model,
@@ -282,6 +286,24 @@ def build(settings: options.Settings) -> Setup:
     ),
     output_dir=output_dir,
   )
+
+
+def _model(directory: str | None, run: run_config.RunOptions) -> model_config.ModelConfig:
+  if directory is None:
+    return model_config.preset(run.model_preset)
+  try:
+    return model_config.ModelConfig.from_file(directory)
+  except options.UserError as error:
+    raise options.UserError(f"--checkpoint={run.checkpoint}: {error}") from None
+
+
+def _refuse_to_train_nothing(
+  model: model_config.ModelConfig,
+  model_options: model_config.ModelOptions,
+  chosen: config.OptimizerOptions,
+) -> None:
+  """Names a mask that matches no parameter before anything is loaded or compiled."""
+  optimizer.trainable_mask(api.abstract_params(model, model_options), chosen)
 
 
 def load_exported(parts: Setup, path: pathlib.Path) -> Any:

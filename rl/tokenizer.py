@@ -52,7 +52,10 @@ class ByteTokenizer:
   pad_id = 256
   end_id = 257
   vocab_size = 512
-  stop_ids: tuple[int, ...] = (257,)
+
+  def __init__(self, stop_ids: Sequence[int] = ()):
+    """Takes the ids that end a completion; empty for `end_id`."""
+    self.stop_ids: tuple[int, ...] = tuple(stop_ids) or (self.end_id,)
 
   def encode(self, text: str) -> list[int]:
     return list(text.encode("utf-8"))
@@ -71,12 +74,19 @@ class FileTokenizer:
   ids from generation_config.json, tokenizer_config.json and config.json.
   """
 
-  def __init__(self, directory: str | pathlib.Path, *, system_prompt: str | None = None):
+  def __init__(
+    self,
+    directory: str | pathlib.Path,
+    *,
+    system_prompt: str | None = None,
+    stop_ids: Sequence[int] = (),
+  ):
     """Reads the files.
 
     Args:
       directory: Checkpoint directory.
       system_prompt: Text of the system turn, or None for none.
+      stop_ids: Ids that end a completion; empty for those that the files name.
 
     Raises:
       options.UserError: No tokenizer.json, an unreadable file, or a chat template that is no
@@ -97,7 +107,7 @@ class FileTokenizer:
       name: self._token_text(config.get(name)) for name in ("bos_token", "eos_token", "pad_token")
     }
     self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
-    self._stop_ids = self._find_stop_ids()
+    self._stop_ids = tuple(stop_ids) or self._find_stop_ids()
     pad = self._tokens["pad_token"]
     pad_id = self._tokenizer.token_to_id(pad) if pad else None
     self.pad_id = pad_id if pad_id is not None else next(iter(self._stop_ids), 0)
@@ -220,13 +230,17 @@ def _to_json(value: Any, indent: int | None = None) -> str:
   return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
-def load(directory: str | None, *, system_prompt: str | None = None) -> Tokenizer:
+def load(
+  directory: str | None, *, system_prompt: str | None = None, stop_ids: Sequence[int] = ()
+) -> Tokenizer:
   """The checkpoint's tokenizer where it has one, else bytes.
 
   Args:
     directory: Checkpoint directory or None.
     system_prompt: System turn for the chat template.
+    stop_ids: Ids that end a completion, and the first of them a demonstration; empty for the
+      tokenizer's own.
   """
   if directory is not None and (pathlib.Path(directory) / "tokenizer.json").exists():
-    return FileTokenizer(directory, system_prompt=system_prompt)
-  return ByteTokenizer()
+    return FileTokenizer(directory, system_prompt=system_prompt, stop_ids=stop_ids)
+  return ByteTokenizer(stop_ids)

@@ -51,6 +51,7 @@ def test_bytes_round_trip_and_specials_give_nothing():
   assert made.decode([*ids, made.end_id, made.pad_id, 511]) == text
   assert made.stop_ids == (257,) and made.pad_id not in made.stop_ids
   assert made.vocab_size == 512 and made.prompt("ab") == [97, 98]
+  assert tokenizer.load(None, stop_ids=(10, 257)).stop_ids == (10, 257)
   assert made.decode([0xFF]) == "\ufffd"  # no valid text: replaced, never an error
 
 
@@ -108,6 +109,7 @@ def test_mistakes_are_named(tmp_path):
   assert unended.pad_id == 0
   with pytest.raises(options.UserError, match="no end-of-text id.*give --stop_ids"):
     _ = unended.stop_ids
+  assert tokenizer.load(path, stop_ids=(3,)).stop_ids == (3,)
   (tmp_path / "tokenizer_config.json").write_text("{")
   with pytest.raises(options.UserError, match="tokenizer_config.json: cannot be read as JSON"):
     tokenizer.load(path)

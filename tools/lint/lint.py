@@ -1,4 +1,4 @@
-"""Formats and checks every source file: ruff, buildifier and mypy.
+"""Formats and checks every source file: ruff, buildifier, mypy, and the tests that pages name.
 
     bazel run //tools:format     rewrite files in the house format
     bazel run //tools:lint       report faults, change nothing
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -66,6 +67,17 @@ def commands(root: pathlib.Path, ruff: str, buildifier: str, *, fix: bool) -> di
   }
 
 
+def missing_tests(root: pathlib.Path) -> list[str]:
+  """Tests that a page names as PATH_test.py::NAME and that do not exist, with the page."""
+  found = []
+  for page in sorted(p for package in _PACKAGES for p in (root / package).rglob("*.md")):
+    for file, name in re.findall(r"([\w/]+_test\.py)::(\w+)", page.read_text()):
+      source = root / file
+      if not source.is_file() or f"def {name}(" not in source.read_text():
+        found.append(f"{page.relative_to(root)}: no test {file}::{name}")
+  return found
+
+
 def check(root: pathlib.Path, *, ruff: str, buildifier: str, fix: bool = False) -> list[str]:
   """Runs every checker over a source tree; returns the names of those that found faults."""
   failed = []
@@ -73,6 +85,9 @@ def check(root: pathlib.Path, *, ruff: str, buildifier: str, fix: bool = False) 
     status = _run(command, root)
     if status and not (name == "buildifier" and status == NO_BUILDIFIER):
       failed.append(name)
+  if missing := missing_tests(root):
+    print(*missing, sep="\n")
+    failed.append("pages")
   return failed
 
 

@@ -28,6 +28,9 @@ def test_the_source_tree_has_no_faults(programs):
     ("ruff", "kernels/unused.py", '"""A module."""\n\nimport os\n'),
     ("format", "kernels/layout.py", _CLEAN.replace("2 * x", "2*x")),
     ("mypy", "kernels/types.py", _CLEAN.replace("2 * x", "str(x)")),
+    (None, "kernels/page.md", "kernels/some_test.py::test_double\n"),
+    ("pages", "kernels/page.md", "kernels/some_test.py::test_triple\n"),
+    ("pages", "kernels/page.md", "kernels/other_test.py::test_double\n"),
     ("buildifier", "kernels/BUILD", 'exports_files( ["b"] )\n'),
   ],
 )
@@ -44,6 +47,7 @@ def test_a_planted_fault_is_reported(checker, name, text, programs):
 def _faults(root, name, text, programs):
   (root / "kernels").mkdir()
   (root / "kernels" / "other.py").write_text(_CLEAN)
+  (root / "kernels" / "some_test.py").write_text(_CLEAN.replace("double(x", "test_double(x"))
   shutil.copy(lint.workspace() / "pyproject.toml", root)
   (root / "WORKSPACE").write_text("")
   (root / "BUILD").write_text("")
