@@ -305,8 +305,8 @@ class ModelOptions:
   remat_policy: str = options.option(
     "full",
     help="What the backward pass recomputes: full keeps each layer's input alone, none keeps "
-    "everything.",
-    choices=("full", "none"),
+    "everything, custom what the options of single tensors (query_proj and others) keep besides.",
+    choices=("full", "none", "custom"),
   )
 
   @property

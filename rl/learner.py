@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from model import config as model_config
-from rl import advantages, config, optimizer, packing, sharding, train_step, trajectory
+from model.sharded.options import ShardedOptions
+from rl import advantages, config, optimizer, packing, placed, train_step, trajectory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,7 @@ class LearnerOptions:
     batch: Rows and micro-batches.
     optimizer: AdamW.
     mesh: Devices as text, fsdp x expert x context; None for one device.
+    sharded: How the model crosses the mesh.
     replay_routed_experts: Whether tokens go to the experts that the sampler used.
   """
 
@@ -32,6 +34,7 @@ class LearnerOptions:
   batch: config.BatchOptions
   optimizer: config.OptimizerOptions
   mesh: str | None = None
+  sharded: ShardedOptions = ShardedOptions()
   replay_routed_experts: bool = False
 
 
@@ -42,10 +45,11 @@ def _programs(
   loss: config.LossOptions,
   optimizer_options: config.OptimizerOptions,
   mesh: str | None,
+  sharded: ShardedOptions,
 ) -> train_step.StepFunctions:
   """Learners of one process that do the same share what was compiled."""
-  functions = train_step.make_functions(model, model_options, loss, optimizer_options)
-  return sharding.compile_programs(functions, sharding.of_option(model, mesh))
+  layout = placed.layout_of(model, mesh, sharded)
+  return placed.compile_programs(model, model_options, loss, optimizer_options, layout)
 
 
 def _placed(state):
@@ -79,8 +83,9 @@ class Learner:
       options.UserError: The mesh is not that of the devices, or the model does not divide over it.
     """
     self._options = options
-    self._programs = _programs(model, model_options, options.loss, options.optimizer, options.mesh)
-    self._layout = sharding.of_option(model, options.mesh)
+    mesh = (options.mesh, options.sharded)
+    self._programs = _programs(model, model_options, options.loss, options.optimizer, *mesh)
+    self._layout = placed.layout_of(model, *mesh)
     self._reference = None
     if options.loss.reference_policy_kl_penalty > 0:
       # A copy: the state is donated step by step.
@@ -88,7 +93,7 @@ class Learner:
     if self._layout is None:
       self.state = _placed(optimizer.init_state(params, options.optimizer))
     else:
-      self.state = sharding.init_state(params, options.optimizer, self._layout)
+      self.state = placed.init_state(params, options.optimizer, self._layout)
 
   @property
   def weights(self) -> Any:
@@ -146,7 +151,7 @@ class Learner:
       with_routed_experts=options.replay_routed_experts,
     )
     if self._layout is not None:
-      batches = [jax.device_put(b, self._layout.rows) for b in batches]
+      batches = [placed.place_batch(b, self._layout) for b in batches]
     if source == "recompute":
       batches = train_step.with_old_logprobs(self._programs, self.state.weights, batches)
     if self._reference is not None and not supervised:

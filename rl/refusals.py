@@ -6,9 +6,9 @@ one.  A rule's two examples are its test.
 
 from __future__ import annotations
 
-from kernels.base.mesh import MeshShape
 from kernels.base.refusals import Rule
 from model import config as model_config
+from rl.sharded_refusals import SHARDED_RULES
 
 LOSS_RULES = (
   Rule(
@@ -177,31 +177,6 @@ BATCH_RULES = (
   ),
 )
 
-MESH_RULES = (
-  Rule(
-    name="mesh-is-fsdp-alone",
-    keys=("mesh",),
-    broken=lambda s: _fsdp(s.mesh) != MeshShape.parse(s.mesh).devices,
-    reason="a step is split over fsdp alone; give expert and context 1, such as 8x1x1",
-    accepted={"mesh": "8x1x1"},
-    refused={"mesh": "4x2x1"},
-  ),
-  Rule(
-    name="rows-divide-over-mesh",
-    keys=("mesh", "micro_batch_rows"),
-    broken=lambda s: s.mesh is not None and s.micro_batch_rows % _fsdp(s.mesh) != 0,
-    reason="every fsdp shard has as many rows of a micro-batch; make --micro_batch_rows a multiple "
-    "of the mesh's first number",
-    accepted={"mesh": "2x1x1", "micro_batch_rows": 6},
-    refused={"mesh": "2x1x1", "micro_batch_rows": 7},
-  ),
-)
-
-
-def _fsdp(mesh: str) -> int:
-  return MeshShape.parse(mesh).fsdp
-
-
 MODEL_RULES = (
   Rule(
     name="fallback-needs-replay",
@@ -348,7 +323,7 @@ RULES = (
   LOSS_RULES
   + ADVANTAGE_RULES
   + BATCH_RULES
-  + MESH_RULES
+  + SHARDED_RULES
   + MODEL_RULES
   + OPTIMIZER_RULES
   + RUN_RULES

@@ -13,16 +13,17 @@ import jax
 from kernels.base import options
 from model import api
 from model import config as model_config
+from model.sharded.options import ShardedOptions
 from rl import (
   collect,
   config,
   learner,
   optimizer,
   packing,
+  placed,
   rollouts,
   run_config,
   sampler,
-  sharding,
   throughput,
   tokenizer,
   trajectory,
@@ -32,9 +33,12 @@ from rl.tasks import registry, task
 
 @functools.lru_cache(maxsize=4)
 def _random_params(
-  model: model_config.ModelConfig, model_options: model_config.ModelOptions, mesh: str | None
+  model: model_config.ModelConfig,
+  model_options: model_config.ModelOptions,
+  mesh: str | None,
+  sharded: ShardedOptions,
 ):
-  layout = sharding.of_option(model, mesh)
+  layout = placed.layout_of(model, mesh, sharded)
   return jax.jit(
     functools.partial(api.init_params, model, model_options),
     out_shardings=None if layout is None else layout.parameters,
@@ -73,7 +77,7 @@ class Setup:
   sampler: sampler.LocalSampler | None
   source: collect.Source | None
   recorded: list[list[trajectory.Trajectory]]
-  layout: sharding.Plan | None
+  layout: placed.Layout
   meter: throughput.Meter
   output_dir: pathlib.Path
 
@@ -90,7 +94,9 @@ class Setup:
         dtype=self.model_options.weight_dtype,
       )
       return params
-    make = _random_params(self.model, self.model_options, self.settings.mesh)
+    make = _random_params(
+      self.model, self.model_options, self.settings.mesh, self.settings.of(ShardedOptions)
+    )
     return make(jax.random.key(run.seed))
 
   def for_sampling(self, weights: Any) -> Any:
@@ -108,6 +114,7 @@ class Setup:
         batch=self.settings.of(config.BatchOptions),
         optimizer=self.settings.of(config.OptimizerOptions),
         mesh=self.settings.mesh,
+        sharded=self.settings.of(ShardedOptions),
         replay_routed_experts=self.settings.replay_routed_experts,
       ),
       params,
@@ -129,6 +136,7 @@ class Setup:
           learning_rate_decay_steps=None,
         ),
         mesh=settings.mesh,
+        sharded=settings.of(ShardedOptions),
       ),
       params,
     )
@@ -200,7 +208,7 @@ def build(settings: options.Settings) -> Setup:
   directory = user_path(run.checkpoint)
   model = _model(directory, run)
   model_options = settings.of(model_config.ModelOptions).for_checkpoint(directory)
-  layout = sharding.of_option(model, settings.mesh)
+  layout = placed.layout_of(model, settings.mesh, settings.of(ShardedOptions))
   _refuse_to_train_nothing(model, model_options, settings.of(config.OptimizerOptions))
   text = tokenizer.load(directory, system_prompt=settings.system_prompt, stop_ids=settings.stop_ids)
   if text.vocab_size > model.vocab_size and run.rollouts is None:

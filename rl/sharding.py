@@ -12,15 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kernels.base.mesh import DEVICE_ORDER, MeshShape
 from kernels.base.options import UserError
 from model import api, placement
 from model.config import ModelConfig
-from rl import optimizer, train_step
+from rl import optimizer
 from rl.config import OptimizerOptions
 from rl.optimizer import TrainState
 from rl.train_step import Accumulators, StepFunctions
@@ -52,6 +50,18 @@ class Plan:
     """Of arrays that every device holds whole."""
     return NamedSharding(self.mesh, P())
 
+  def batch(self, batch: PackedBatch) -> PackedBatch:
+    """Of a micro-batch."""
+    return jax.tree.map(lambda _: self.rows, batch)
+
+  def state(self, state: TrainState) -> TrainState:
+    """Of a training state, given its arrays or their shapes."""
+    return self.like_parameters(state)
+
+  def sums(self, sums: Accumulators) -> Accumulators:
+    """Of a step's sums, given its arrays or their shapes."""
+    return self.like_parameters(sums)
+
   def like_parameters(self, tree: Tree) -> Tree:
     """Shardings for a tree that holds parameters' twins: masters, moments, gradients.
 
@@ -76,40 +86,6 @@ class Plan:
 
 def _names(path: Sequence[Any]) -> tuple[str, ...]:
   return tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
-
-
-def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
-  """Makes the mesh.
-
-  Args:
-    shape: Devices along each axis.
-    devices: Devices in order, fsdp outermost; those of this process by default.
-
-  Raises:
-    UserError: There are not as many devices, or the shape needs axes that this form has not.
-  """
-  if shape.expert > 1 or shape.context > 1:
-    raise UserError(
-      f"--mesh={shape}: only fsdp is sharded; give expert and context 1, such as"
-      f" {shape.devices}x1x1"
-    )
-  devices = jax.devices() if devices is None else devices
-  if len(devices) != shape.devices:
-    raise UserError(
-      f"--mesh={shape} has {shape.devices} devices, there are {len(devices)}; give"
-      f" {len(devices)}x1x1, or leave the mesh out to use one"
-    )
-  sizes = tuple(shape.in_device_order.values())
-  return Mesh(np.asarray(devices).reshape(sizes), DEVICE_ORDER)
-
-
-def of_option(config: ModelConfig, mesh: str | None) -> Plan | None:
-  """The layout that --mesh asks for, over this process's devices; None for one device, unsplit.
-
-  Raises:
-    UserError: The mesh is not that of the devices, or the model does not divide over it.
-  """
-  return None if mesh is None else plan(config, make_mesh(MeshShape.parse(mesh)))
 
 
 def plan(config: ModelConfig, mesh: Mesh) -> Plan:
@@ -137,18 +113,6 @@ def init_state(params: Tree, options: OptimizerOptions, layout: Plan) -> TrainSt
 def constrain(tree: Tree, shardings: Tree) -> Tree:
   """Asks for a placement inside a program; None leaves are passed over."""
   return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
-
-
-def compile_programs(functions: StepFunctions, layout: Plan | None) -> StepFunctions:
-  """Jits the programs of a step, placed where the layout says: what every trainer runs.
-
-  Args:
-    functions: Plain functions, as `train_step.make_functions` makes them.
-    layout: Where arrays lie; None for one device.
-  """
-  return train_step.compile_programs(
-    functions if layout is None else constrained(functions, layout)
-  )
 
 
 def constrained(functions: StepFunctions, layout: Plan) -> StepFunctions:

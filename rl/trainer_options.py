@@ -7,6 +7,7 @@ parse these same components, so that no flag means one thing here and another th
 from __future__ import annotations
 
 from model import config as model_config
+from model.sharded import options as sharded_options
 from rl import config, run_config
 
 COMPONENTS = (
@@ -19,6 +20,7 @@ COMPONENTS = (
   config.AdvantageOptions,
   config.BatchOptions,
   config.MeshOptions,
+  sharded_options.ShardedOptions,
   config.OptimizerOptions,
   run_config.EvaluationOptions,
 )

@@ -33,7 +33,8 @@ def lower(
   from kernels.base.mesh import MeshShape
   from kernels.base.options import UserError
   from model import api
-  from rl import optimizer, packing, sharding, train_step
+  from model.sharded.options import ShardedOptions
+  from rl import optimizer, packing, placed, train_step
 
   settings = settings_of(options)
   config, model_options, loss, batch_options, optimizer_options = parts(settings, groups)
@@ -53,14 +54,16 @@ def lower(
       tuple(shape.in_device_order),
     )
     devices = list(np.asarray(made.devices).flat)
-  layout = sharding.plan(config, sharding.make_mesh(shape, devices[: shape.devices]))
+  mesh = settings.mesh or "1x1x1"
+  layout = placed.layout_of(config, mesh, settings.of(ShardedOptions), devices[: shape.devices])
 
   rows, tokens = batch_options.micro_batch_rows, batch_options.row_tokens
-  if rows % shape.fsdp:
+  shards = shape.fsdp * shape.expert
+  if rows % shards:
     raise UserError(
-      f"--micro_batch_rows={rows} does not divide over fsdp = {shape.fsdp}; give a multiple"
+      f"--micro_batch_rows={rows} does not divide over fsdp x expert = {shards}; give a multiple"
     )
-  struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=layout.rows)
+  struct = jax.ShapeDtypeStruct
   per_token = lambda dtype: struct((rows, tokens), dtype)
   per_segment = lambda dtype: struct((rows, batch_options.max_segments_per_row), dtype)
   recorded = loss.loss != "sft" and not loss.force_on_policy_ratio
@@ -85,23 +88,26 @@ def lower(
     segment_reward=per_segment(jnp.float32),
     segment_index=per_segment(jnp.int32),
   )
-  placed = lambda tree: jax.tree.map(
-    lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where),
-    tree,
-    layout.like_parameters(tree),
+  given = lambda tree, where: jax.tree.map(
+    lambda s, at: struct(s.shape, s.dtype, sharding=at), tree, where
   )
-  functions = train_step.make_functions(config, model_options, loss, optimizer_options)
-  compiled: Any = sharding.compile_programs(functions, layout if settings.mesh else None)
-  weights = placed(api.abstract_params(config, model_options))
+  functions = placed.make_functions(
+    config, model_options, loss, optimizer_options, layout if settings.mesh else None
+  )
+  compiled: Any = train_step.compile_programs(functions)
+  weights = given(api.abstract_params(config, model_options), layout.parameters)
+  batch = given(batch, layout.batch(batch))
   if program == "first_micro_batch":
     traced = compiled.first_micro_batch.trace(weights, batch)
   else:
-    sums = placed(jax.eval_shape(functions.first_micro_batch, weights, batch))
+    sums = jax.eval_shape(functions.first_micro_batch, weights, batch)
+    sums = given(sums, layout.sums(sums))
     if program == "accumulate":
       traced = compiled.accumulate.trace(weights, sums, batch)
     elif program == "update":
-      state = placed(jax.eval_shape(lambda p: optimizer.init_state(p, optimizer_options), weights))
-      scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=layout.replicated)
+      state = jax.eval_shape(lambda p: optimizer.init_state(p, optimizer_options), weights)
+      state = given(state, layout.state(state))
+      scalar = struct((), jnp.float32, sharding=layout.replicated)
       traced = compiled.update.trace(state, sums, optimizer.HyperParameters(scalar, scalar))
     else:
       raise UserError(f"no program {program!r}: want one of {', '.join(PROGRAMS)}")

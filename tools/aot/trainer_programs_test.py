@@ -82,9 +82,9 @@ def test_experts_run_over_each_devices_own_rows(tmp_path):
 @pytest.mark.parametrize(
   "changes, words",
   [
-    ({"mesh": "4x2x1"}, "only fsdp is sharded"),
+    ({"mesh": "1x1x8"}, "linear_num_key_heads=2 does not divide over context = 8"),
     ({"mesh": "16x1x1"}, "16 devices, tpu7x:2x2x1 8"),
-    ({"micro_batch_rows": 9}, "does not divide over fsdp = 8"),
+    ({"micro_batch_rows": 9}, "does not divide over fsdp x expert = 8"),
   ],
 )
 def test_what_cannot_be_is_refused(tmp_path, changes, words):

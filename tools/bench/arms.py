@@ -11,8 +11,9 @@ import jax
 from kernels.base import options
 from model import api
 from model import config as model_config
+from model.sharded.options import ShardedOptions
 from rl import config as rl_config
-from rl import optimizer, sharding, throughput, train_step
+from rl import optimizer, placed, throughput, train_step
 from tools.bench import synthetic
 
 
@@ -63,22 +64,18 @@ class Arm:
       experts=config.num_experts,
       top_k=config.num_experts_per_tok,
     )
-    functions = train_step.make_functions(
-      config, model_options, settings.of(rl_config.LossOptions), optimizer_options
-    )
-    layout = sharding.of_option(config, settings.mesh)
+    layout = placed.layout_of(config, settings.mesh, settings.of(ShardedOptions))
     params = jax.jit(
       lambda key: api.init_params(config, model_options, key),
       out_shardings=None if layout is None else layout.parameters,
     )(jax.random.key(seed))
     self._batches: list[Any]
-    if layout is None:
-      self._state = optimizer.init_state(params, optimizer_options)
-      self._batches = [jax.device_put(b) for b in self.workload.batches]
-    else:
-      self._state = sharding.init_state(params, optimizer_options, layout)
-      self._batches = [jax.device_put(b, layout.rows) for b in self.workload.batches]
-    self._programs = sharding.compile_programs(functions, layout)
+    self._state = placed.init_state(params, optimizer_options, layout)
+    self._batches = [placed.place_batch(b, layout) for b in self.workload.batches]
+    loss_options = settings.of(rl_config.LossOptions)
+    self._programs = placed.compile_programs(
+      config, model_options, loss_options, optimizer_options, layout
+    )
     self._hyper = optimizer.hyper_parameters(
       optimizer_options, 1, batch.micro_batch_rows * self._micro_batches
     )
@@ -96,12 +93,13 @@ class Arm:
     """Runs one step, each program timed to its end."""
     start = time.perf_counter()
     sums, times = None, []
+    weights = train_step.step_weights(self._programs, self._state.weights)
     for batch in self._batches:
       begun = time.perf_counter()
       if sums is None:
-        sums = self._programs.first_micro_batch(self._state.weights, batch)
+        sums = self._programs.first_micro_batch(weights, batch)
       else:
-        sums = self._programs.accumulate(self._state.weights, sums, batch)
+        sums = self._programs.accumulate(weights, sums, batch)
       jax.block_until_ready(sums)
       times.append(time.perf_counter() - begun)
     begun = time.perf_counter()

@@ -16,8 +16,9 @@ import numpy as np
 from kernels.base import options
 from model import api
 from model import config as model_config
+from model.sharded.options import ShardedOptions
 from rl import config as rl_config
-from rl import optimizer, packing, sharding, train_step
+from rl import optimizer, packing, placed, train_step
 from tools.bench import synthetic
 from tools.numerics import gates
 
@@ -112,13 +113,17 @@ def _loss_options(settings: options.Settings) -> rl_config.LossOptions:
 def _programs(
   config: model_config.ModelConfig, settings: options.Settings
 ) -> train_step.StepFunctions:
-  functions = train_step.make_functions(
+  return placed.compile_programs(
     config,
     settings.of(model_config.ModelOptions),
     _loss_options(settings),
     settings.of(rl_config.OptimizerOptions),
+    _layout(config, settings),
   )
-  return sharding.compile_programs(functions, sharding.of_option(config, settings.mesh))
+
+
+def _layout(config: model_config.ModelConfig, settings: options.Settings) -> placed.Layout:
+  return placed.layout_of(config, settings.mesh, settings.of(ShardedOptions))
 
 
 def _state(params: Any, settings: options.Settings, model_options: model_config.ModelOptions):
@@ -129,8 +134,8 @@ def _state(params: Any, settings: options.Settings, model_options: model_config.
     settings.of(rl_config.OptimizerOptions),
     weight_dtypes=jax.tree.map(lambda s: s.dtype, abstract),
   )
-  layout = sharding.of_option(config, settings.mesh)
-  return state if layout is None else jax.device_put(state, layout.like_parameters(state))
+  layout = _layout(config, settings)
+  return state if layout is None else jax.device_put(state, layout.state(state))
 
 
 def run(
@@ -146,6 +151,7 @@ def run(
   Returns:
     A `gates.Step` for each step.
   """
+  layout = _layout(problem.config, settings)
   programs = _programs(problem.config, settings)
   state = _state(problem.params, settings, settings.of(model_config.ModelOptions))
   rows = len(problem.steps[0][0].tokens)
@@ -157,19 +163,20 @@ def run(
   out = []
   for batches in problem.steps:
     moved = [jax.tree.map(lambda x: x[order], b) for b in batches]
+    weights = train_step.step_weights(programs, state.weights)
     logprobs, sums = [], None
     for before, batch in zip(batches, moved):
       values = np.asarray(programs.log_probs(state.weights, batch).logprobs)[back]
       logprobs.append(values[before.loss_mask > 0])
       if sums is None:
-        sums = programs.first_micro_batch(state.weights, batch)
+        sums = programs.first_micro_batch(weights, batch)
       else:
-        sums = programs.accumulate(state.weights, sums, batch)
+        sums = programs.accumulate(weights, sums, batch)
     assert sums is not None
     divisor = max(float(sums.denominators.tokens), 1.0)
     gradients = {
       optimizer.path_name(path): np.asarray(g) / divisor
-      for path, g in jax.tree_util.tree_leaves_with_path(sums.gradients)
+      for path, g in jax.tree_util.tree_leaves_with_path(placed.whole_gradients(sums, layout))
     }
     state, metrics = programs.update(state, sums, hyper)
     found = train_step.host_metrics(metrics)

@@ -1,0 +1,298 @@
+"""Refused combinations of the mesh and of the options of a model that crosses it.
+
+A part of the one table in `refusals`.
+"""
+
+from __future__ import annotations
+
+from kernels.base.mesh import MeshShape
+from kernels.base.options import Settings, declared
+from kernels.base.refusals import Rule
+from model import config as model_config
+from model.sharded.options import SAVED, ShardedOptions
+
+_CELL = {"mesh": "2x2x2", "micro_batch_rows": 4, "model_preset": "tiny_moe"}
+_RING = {"custom_mesh_and_rule": "cp-as-ep", "use_ring_of_experts": True}
+_FP8 = {**_RING, "fp8_moe_fake_quant": True}
+_SAVED = ("decoder_layer_input", *SAVED)
+_MOE = (
+  "use_ring_of_experts",
+  "num_moe_token_chunks",
+  "moe_chunk_pipeline",
+  "ragged_buffer_factor",
+  "retry_when_tokens_dropped",
+  "ragged_unsort_spread_masked_indices",
+  "moe_wi_gmm_fused_swiglu",
+  "moe_router_grad_from_wo_input",
+  "moe_wo_gmm_fused_dswiglu",
+  "fp8_moe_fake_quant",
+  "fp8_moe_fake_quant_hoist",
+  "moe_fp8_token_all_gather",
+  "moe_fp8_bwd_dispatch",
+)
+
+
+def shape(settings: Settings) -> MeshShape:
+  """Devices along each axis; one device without a mesh."""
+  return MeshShape.parse(settings.mesh or "1x1x1")
+
+
+def expert_ranks(settings: Settings) -> int:
+  """Ranks that the experts are split over."""
+  mesh = shape(settings)
+  return mesh.expert * (1 if settings.custom_mesh_and_rule == "default" else mesh.context)
+
+
+def _preset(settings: Settings) -> model_config.ModelConfig | None:
+  """The model, where the command line alone says which; a checkpoint is checked when it is read."""
+  if settings.checkpoint or settings.model_preset not in model_config.PRESETS:
+    return None
+  return model_config.preset(settings.model_preset)
+
+
+def _dense(settings: Settings) -> bool:
+  model = _preset(settings)
+  return model is not None and not model.is_moe
+
+
+SHARDED_RULES = (
+  Rule(
+    name="rows-divide-over-mesh",
+    keys=("mesh", "micro_batch_rows"),
+    broken=lambda s: (
+      s.mesh is not None and s.micro_batch_rows % (shape(s).fsdp * shape(s).expert) != 0
+    ),
+    reason="every fsdp and expert shard has as many rows of a micro-batch; make --micro_batch_rows "
+    "a multiple of the product of the mesh's first two numbers",
+    accepted={"mesh": "2x1x1", "micro_batch_rows": 6},
+    refused={"mesh": "2x2x1", "micro_batch_rows": 6},
+  ),
+  Rule(
+    name="row-divides-over-context",
+    keys=("mesh", "row_tokens", "context_parallel_attention_load_balance"),
+    broken=lambda s: (
+      s.row_tokens % (shape(s).context * (1 + s.context_parallel_attention_load_balance)) != 0
+    ),
+    reason="a row is cut into as many equal parts as there are context ranks, twice as many with "
+    "the load balance; give a multiple of that as --row_tokens",
+    accepted={**_CELL, "row_tokens": 512},
+    refused={**_CELL, "row_tokens": 511},
+  ),
+  Rule(
+    name="sharded-options-need-mesh",
+    keys=("mesh", *(option.name for option in declared(ShardedOptions))),
+    broken=lambda s: s.mesh is None and s.of(ShardedOptions) != ShardedOptions(),
+    reason="these options say how a model crosses a mesh; add --mesh",
+    accepted={**_CELL, **_RING},
+    refused={"mesh": None, **_RING},
+  ),
+  Rule(
+    name="rule-set-needs-ranks",
+    keys=("custom_mesh_and_rule", "mesh"),
+    broken=lambda s: (
+      s.custom_mesh_and_rule != "default"
+      and s.mesh is not None
+      and shape(s).fsdp == shape(s).devices
+    ),
+    reason="over fsdp alone every rule set is the default one; leave custom_mesh_and_rule out",
+    accepted={**_CELL, "custom_mesh_and_rule": "cp-as-ep"},
+    refused={**_CELL, "mesh": "4x1x1", "custom_mesh_and_rule": "cp-as-ep"},
+  ),
+  Rule(
+    name="ring-needs-expert-ranks",
+    keys=("use_ring_of_experts", "mesh", "custom_mesh_and_rule"),
+    broken=lambda s: s.use_ring_of_experts and expert_ranks(s) < 2,
+    reason="with one expert rank no token has anywhere to travel; take a mesh whose expert axis "
+    "(cp-as-ep: or context) is above 1",
+    accepted={**_CELL, **_RING},
+    refused={**_CELL, "mesh": "2x1x2", "micro_batch_rows": 2, "use_ring_of_experts": True},
+  ),
+  Rule(
+    name="buffer-factor-needs-ring",
+    keys=("ragged_buffer_factor", "use_ring_of_experts"),
+    broken=lambda s: s.ragged_buffer_factor != -1 and not s.use_ring_of_experts,
+    reason="a rank that runs all experts has exactly one row for each of its pairs; add "
+    "--use_ring_of_experts or leave the factor at -1",
+    accepted={**_CELL, **_RING, "ragged_buffer_factor": 2.0},
+    refused={**_CELL, "ragged_buffer_factor": 2.0},
+  ),
+  Rule(
+    name="pipeline-needs-chunks",
+    keys=("moe_chunk_pipeline", "num_moe_token_chunks"),
+    broken=lambda s: s.moe_chunk_pipeline and s.num_moe_token_chunks == 1,
+    reason="one chunk has no other to run beside; add --num_moe_token_chunks=2",
+    accepted={**_CELL, **_RING, "moe_chunk_pipeline": True, "num_moe_token_chunks": 2},
+    refused={**_CELL, **_RING, "moe_chunk_pipeline": True},
+  ),
+  Rule(
+    name="token-chunks-divide",
+    keys=("num_moe_token_chunks", "mesh", "micro_batch_rows", "row_tokens"),
+    broken=lambda s: (
+      s.num_moe_token_chunks > 1
+      and s.micro_batch_rows * s.row_tokens % (shape(s).devices * s.num_moe_token_chunks) != 0
+    ),
+    reason="a device's tokens (rows x row tokens / devices) are cut into equal chunks; give a "
+    "divisor of them",
+    accepted={**_CELL, "num_moe_token_chunks": 2},
+    refused={**_CELL, "num_moe_token_chunks": 3, "row_tokens": 64},
+  ),
+  Rule(
+    name="fp8-dispatch-needs-fake-quant",
+    keys=(
+      "moe_fp8_token_all_gather",
+      "moe_fp8_bwd_dispatch",
+      "fp8_moe_fake_quant",
+      "use_ring_of_experts",
+    ),
+    broken=lambda s: (
+      (s.moe_fp8_token_all_gather or s.moe_fp8_bwd_dispatch)
+      and not (s.fp8_moe_fake_quant and s.use_ring_of_experts)
+    ),
+    reason="tokens travel only with --use_ring_of_experts, and in eight bits only where weights are "
+    "rounded to eight bits too; add both",
+    accepted={**_CELL, **_FP8, "moe_fp8_token_all_gather": True},
+    refused={**_CELL, **_RING, "moe_fp8_bwd_dispatch": True},
+  ),
+  Rule(
+    name="hoist-needs-fake-quant",
+    keys=("fp8_moe_fake_quant_hoist", "fp8_moe_fake_quant"),
+    broken=lambda s: s.fp8_moe_fake_quant_hoist and not s.fp8_moe_fake_quant,
+    reason="there is no rounding to move; add --fp8_moe_fake_quant",
+    accepted={**_CELL, **_FP8, "fp8_moe_fake_quant_hoist": True},
+    refused={**_CELL, **_RING, "fp8_moe_fake_quant_hoist": True},
+  ),
+  Rule(
+    name="moe-options-need-moe",
+    keys=("model_preset", "checkpoint", *_MOE),
+    broken=lambda s: (
+      _dense(s) and any(getattr(s, key) != getattr(ShardedOptions(), key) for key in _MOE)
+    ),
+    reason="the model has no experts; leave its options out or take a sparse model",
+    accepted={**_CELL, **_RING},
+    refused={**_CELL, **_RING, "model_preset": "tiny"},
+  ),
+  Rule(
+    name="saved-tensors-need-custom",
+    keys=("remat_policy", *_SAVED),
+    broken=lambda s: (
+      (s.remat_policy == "custom") != any(getattr(s, name) != "remat" for name in _SAVED)
+    ),
+    reason="remat_policy=custom keeps the tensors whose options say device or offload, and only it "
+    "reads those options; give both or neither",
+    accepted={**_CELL, "remat_policy": "custom", "query_proj": "device"},
+    refused={**_CELL, "remat_policy": "custom"},
+  ),
+  Rule(
+    name="sorted-rows-need-moe",
+    keys=("moe_x_sorted", "model_preset", "checkpoint"),
+    broken=lambda s: s.moe_x_sorted != "remat" and _dense(s),
+    reason="the model has no experts, so nothing is sorted by them; leave moe_x_sorted out",
+    accepted={**_CELL, "remat_policy": "custom", "moe_x_sorted": "device"},
+    refused={**_CELL, "model_preset": "tiny", "remat_policy": "custom", "moe_x_sorted": "device"},
+  ),
+  Rule(
+    name="hoisted-ids-need-custom",
+    keys=("context_parallel_attention_load_balance_hoist_ids", "remat_policy"),
+    broken=lambda s: (
+      s.context_parallel_attention_load_balance_hoist_ids and s.remat_policy != "custom"
+    ),
+    reason="what is made before the layers is kept for their recomputation, which is what custom "
+    "says; add --remat_policy=custom",
+    accepted={
+      **_CELL,
+      "context_parallel_attention_load_balance": True,
+      "context_parallel_attention_load_balance_hoist_ids": True,
+      "remat_policy": "custom",
+      "key_proj": "device",
+    },
+    refused={
+      **_CELL,
+      "context_parallel_attention_load_balance": True,
+      "context_parallel_attention_load_balance_hoist_ids": True,
+    },
+  ),
+  Rule(
+    name="load-balance-needs-even-context",
+    keys=("context_parallel_attention_load_balance", "mesh"),
+    broken=lambda s: (
+      s.context_parallel_attention_load_balance
+      and (shape(s).context < 2 or shape(s).context % 2 == 1)
+    ),
+    reason="early and late chunks of a row are paired over an even number of context ranks; take "
+    "a mesh whose context is even, or leave the balance out",
+    accepted={**_CELL, "context_parallel_attention_load_balance": True},
+    refused={**_CELL, "mesh": "2x2x1", "context_parallel_attention_load_balance": True},
+  ),
+  Rule(
+    name="reordering-needs-load-balance",
+    keys=(
+      "context_parallel_attention_load_balance_hoist_ids",
+      "context_parallel_attention_load_balance_order",
+      "context_parallel_attention_load_balance",
+    ),
+    broken=lambda s: (
+      not s.context_parallel_attention_load_balance
+      and (
+        s.context_parallel_attention_load_balance_hoist_ids
+        or s.context_parallel_attention_load_balance_order != "dual_chunk_swap"
+      )
+    ),
+    reason="without the load balance nothing is re-ordered; add "
+    "--context_parallel_attention_load_balance",
+    accepted={
+      **_CELL,
+      "context_parallel_attention_load_balance": True,
+      "context_parallel_attention_load_balance_order": "dual_chunk_swap_local_self",
+    },
+    refused={
+      **_CELL,
+      "context_parallel_attention_load_balance_order": "dual_chunk_swap_local_self",
+    },
+  ),
+  Rule(
+    name="seq-mode-needs-context",
+    keys=("gdn_cp_mode", "mesh"),
+    broken=lambda s: s.gdn_cp_mode == "seq" and shape(s).context < 2,
+    reason="ranks exchange states only where a row is split over context; take such a mesh or "
+    "leave gdn_cp_mode out",
+    accepted={**_CELL, "gdn_cp_mode": "seq"},
+    refused={**_CELL, "mesh": "2x2x1", "gdn_cp_mode": "seq"},
+  ),
+  Rule(
+    name="seq-mode-chunk",
+    keys=("gdn_cp_mode", "gdn_chunk_size"),
+    broken=lambda s: s.gdn_cp_mode == "seq" and s.gdn_chunk_size < 16,
+    reason="the states of ranks are folded over chunks of 16 tokens and more; raise gdn_chunk_size",
+    accepted={**_CELL, "gdn_cp_mode": "seq", "gdn_chunk_size": 16},
+    refused={**_CELL, "gdn_cp_mode": "seq", "gdn_chunk_size": 8},
+  ),
+  Rule(
+    name="head-mode-splits-heads",
+    keys=("gdn_cp_mode", "mesh", "model_preset", "checkpoint"),
+    broken=lambda s: (
+      s.gdn_cp_mode == "head"
+      and (model := _preset(s)) is not None
+      and model.linear_num_key_heads % shape(s).context != 0
+    ),
+    reason="head mode gives every context rank as many key heads; take a context that divides "
+    "them, or --gdn_cp_mode=seq",
+    accepted=_CELL,
+    refused={**_CELL, "mesh": "1x1x8"},
+    effective=True,
+  ),
+  Rule(
+    name="dense-reduce-needs-rule",
+    keys=("dense_grad_reduce", "custom_mesh_and_rule"),
+    broken=lambda s: (
+      s.dense_grad_reduce == "all_reduce" and s.custom_mesh_and_rule != "cp-as-ep-dense-no-cp"
+    ),
+    reason="only cp-as-ep-dense-no-cp leaves gradients of dense weights to be reduced over context "
+    "at the update; add that rule set",
+    accepted={
+      **_CELL,
+      "dense_grad_reduce": "all_reduce",
+      "custom_mesh_and_rule": "cp-as-ep-dense-no-cp",
+    },
+    refused={**_CELL, "dense_grad_reduce": "all_reduce"},
+  ),
+)
