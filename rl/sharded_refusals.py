@@ -162,6 +162,17 @@ SHARDED_RULES = (
     refused={**_CELL, **_RING, "fp8_moe_fake_quant_hoist": True},
   ),
   Rule(
+    name="fused-experts-need-kernels",
+    keys=("moe_wi_gmm_fused_swiglu", "moe_wo_gmm_fused_dswiglu", "kernel_implementation"),
+    broken=lambda s: (
+      s.kernel_implementation == "reference"
+      and (s.moe_wi_gmm_fused_swiglu or s.moe_wo_gmm_fused_dswiglu)
+    ),
+    reason="plain JAX has no epilogues to put them in; add --kernel_implementation=auto",
+    accepted={**_CELL, "kernel_implementation": "auto", "moe_wi_gmm_fused_swiglu": True},
+    refused={**_CELL, "moe_wo_gmm_fused_dswiglu": True},
+  ),
+  Rule(
     name="moe-options-need-moe",
     keys=("model_preset", "checkpoint", *_MOE),
     broken=lambda s: (
@@ -279,6 +290,26 @@ SHARDED_RULES = (
     accepted=_CELL,
     refused={**_CELL, "mesh": "1x1x8"},
     effective=True,
+  ),
+  Rule(
+    name="head-group-divides-rank",
+    keys=("gdn_fwd_kernel_head_group_size", "gdn_cp_mode", "mesh", "model_preset", "checkpoint"),
+    broken=lambda s: (
+      s.gdn_cp_mode == "head"
+      and (model := _preset(s)) is not None
+      and model.linear_num_key_heads % shape(s).context == 0
+      and model.linear_num_key_heads // shape(s).context % s.gdn_fwd_kernel_head_group_size != 0
+      and model.linear_num_key_heads % s.gdn_fwd_kernel_head_group_size == 0
+    ),
+    reason="head mode leaves a context rank its share of the key heads, and a grid step takes whole "
+    "groups of them; lower the group",
+    accepted={
+      **_CELL,
+      "mesh": "2x2x1",
+      "kernel_implementation": "auto",
+      "gdn_fwd_kernel_head_group_size": 2,
+    },
+    refused={**_CELL, "kernel_implementation": "auto", "gdn_fwd_kernel_head_group_size": 2},
   ),
   Rule(
     name="dense-reduce-needs-rule",

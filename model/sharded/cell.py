@@ -27,14 +27,17 @@ class Cell:
     model_options: How it is computed.
     options: How it crosses the mesh.
     layout: Where its weights lie.
-    implementation: Of the kernels; see `kernels.base.implementation`.
   """
 
   config: ModelConfig
   model_options: ModelOptions
   options: ShardedOptions
   layout: Layout
-  implementation: str = "auto"
+
+  @property
+  def implementation(self) -> str:
+    """Of the kernels; see `kernels.base.implementation`."""
+    return self.model_options.kernel_implementation
 
   @property
   def dtype(self):
@@ -52,18 +55,22 @@ class Cell:
     return self.options.context_parallel_attention_load_balance and self.ranks > 1
 
 
-class QueryOrder(NamedTuple):
-  """A rank's tokens as its attention layers order them.
+class AttentionOrder(NamedTuple):
+  """A row's tokens as attention layers order them.
 
   Attributes:
-    segment_ids: 0 is padding.
+    segment_ids: Of this rank's tokens; 0 is padding.
     positions: In the segment.
-    cos: Cosines of the rotary angles.
+    key_segment_ids: Of the whole row's, as the ranks hold them one after another.
+    key_positions: Likewise.
+    cos: Cosines of the rotary angles of this rank's tokens.
     sin: Their sines.
   """
 
   segment_ids: Int[Array, "B T"]
   positions: Int[Array, "B T"]
+  key_segment_ids: Int[Array, "B S"]
+  key_positions: Int[Array, "B S"]
   cos: Float[Array, "B T half"]
   sin: Float[Array, "B T half"]
 
@@ -78,28 +85,28 @@ class Rows(NamedTuple):
     segment_ids: Of this rank's tokens, in sequence order.
     whole_segment_ids: Of the whole row.
     whole_positions: Of the whole row.
-    queries: Of this rank's tokens in the order of attention; None where each layer makes it.
+    attention: In the order of attention; None where each layer makes it.
   """
 
   segment_ids: Int[Array, "B T"]
   whole_segment_ids: Int[Array, "B S"]
   whole_positions: Int[Array, "B S"]
-  queries: QueryOrder | None
+  attention: AttentionOrder | None
 
 
-def query_order(cell: Cell, rows: Rows) -> QueryOrder:
-  """The ids of this rank's tokens in the order in which its attention layers work."""
+def attention_order(cell: Cell, rows: Rows) -> AttentionOrder:
+  """The row's ids in the order in which attention layers work."""
   segments, positions = rows.whole_segment_ids, rows.whole_positions
   if cell.balanced:
     order = zigzag.permutation(segments.shape[1], cell.ranks)
     segments, positions = segments[:, order], positions[:, order]
-  segments, positions = (collectives.own_part(a, CONTEXT, 1) for a in (segments, positions))
-  cos, sin = layers.rotary_angles(positions, cell.config, cell.dtype)
-  return QueryOrder(segments, positions, cos, sin)
+  own = [collectives.own_part(a, CONTEXT, 1) for a in (segments, positions)]
+  cos, sin = layers.rotary_angles(own[1], cell.config, cell.dtype)
+  return AttentionOrder(*own, segments, positions, cos, sin)
 
 
 def make_rows(cell: Cell, segment_ids: Int[Array, "B S"], positions: Int[Array, "B S"]) -> Rows:
   """Rows from the ids of whole rows."""
   rows = Rows(collectives.own_part(segment_ids, CONTEXT, 1), segment_ids, positions, None)
   in_layers = cell.balanced and not cell.options.context_parallel_attention_load_balance_hoist_ids
-  return rows if in_layers else rows._replace(queries=query_order(cell, rows))
+  return rows if in_layers else rows._replace(attention=attention_order(cell, rows))

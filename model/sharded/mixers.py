@@ -1,7 +1,8 @@
 """The two mixers on a rank's share of the tokens.
 
 Attention gathers keys and values over context (2 KiB a token in the largest model) and keeps its
-queries; a causal row gives later ranks more to do, so a layer may work in zig-zag order.
+queries; a causal row gives later ranks more to do, so a layer may work in zig-zag order.  Keys stay
+in the order in which the ranks hold them: ids say what a query sees.
 
 Gated DeltaNet takes the last inputs of the rank before into its convolution, and either moves to
 all tokens of some heads for its core (`head`) or exchanges what each rank does to the state (`seq`).
@@ -25,7 +26,7 @@ from model import attention as attention_lib
 from model import gated_delta_net as gdn_lib
 from model import layers
 from model.sharded import collectives
-from model.sharded.cell import CONTEXT, Cell, Rows, query_order
+from model.sharded.cell import CONTEXT, Cell, Rows, attention_order
 
 
 def attention(
@@ -34,7 +35,7 @@ def attention(
   """Softmax attention of this rank's tokens to those of the whole row."""
   config = cell.config
   order = cell.options.context_parallel_attention_load_balance_order
-  queries = query_order(cell, rows) if rows.queries is None else rows.queries
+  ids = attention_order(cell, rows) if rows.attention is None else rows.attention
   if cell.balanced:
     x = zigzag.to_zigzag(x, CONTEXT, order=order)
   batch, length, _ = x.shape
@@ -44,35 +45,25 @@ def attention(
   q, gate = query_and_gate[..., :dim], query_and_gate[..., dim:]
   k = checkpoint_name(module.k_proj(x), "key_proj").reshape(batch, length, groups, dim)
   v = checkpoint_name(module.v_proj(x), "value_proj").reshape(batch, length, groups, dim)
-  q = layers.rotate(module.q_norm(q), queries.cos, queries.sin)
-  k = layers.rotate(module.k_norm(k), queries.cos, queries.sin)
-  k, v = (_whole_row(cell, a) for a in (k, v))
+  q = layers.rotate(module.q_norm(q), ids.cos, ids.sin)
+  k = layers.rotate(module.k_norm(k), ids.cos, ids.sin)
+  k, v = (lax.all_gather(a, CONTEXT, axis=1, tiled=True) for a in (k, v))
   out = attention_op.attention(
     q,
     k,
     v,
-    q_segment_ids=queries.segment_ids,
-    kv_segment_ids=rows.whole_segment_ids,
-    q_positions=queries.positions,
-    kv_positions=rows.whole_positions,
+    q_segment_ids=ids.segment_ids,
+    kv_segment_ids=ids.key_segment_ids,
+    q_positions=ids.positions,
+    kv_positions=ids.key_positions,
     scale=dim**-0.5,
+    implementation=cell.implementation,
   )
   out = (out * jax.nn.sigmoid(gate)).reshape(batch, length, heads * dim)
   out = module.o_proj(checkpoint_name(out, "attention_out"))
   if cell.balanced:
     out = zigzag.from_zigzag(out, CONTEXT, order=order)
   return checkpoint_name(out, "out_proj")
-
-
-def _whole_row(cell: Cell, x: Float[Array, "B T ..."]) -> Float[Array, "B S ..."]:
-  """Keys or values of the whole row, in sequence order."""
-  x = lax.all_gather(x, CONTEXT, axis=1, tiled=True)
-  if not cell.balanced:
-    return x
-  chunk = x.shape[1] // (2 * cell.ranks)
-  held = [c for rank in range(cell.ranks) for c in zigzag.chunks_of(rank, cell.ranks)]
-  parts = [x[:, at * chunk : (at + 1) * chunk] for at in map(held.index, range(len(held)))]
-  return jnp.concatenate(parts, axis=1)
 
 
 def gated_delta_net(
@@ -100,6 +91,7 @@ def gated_delta_net(
   g = -jnp.exp(module.A_log[...]) * decay
 
   chunk = cell.model_options.gdn_chunk_size
+  group = cell.model_options.gdn_fwd_kernel_head_group_size
   if cell.ranks > 1 and cell.options.gdn_cp_mode == "seq":
     out = gdn_context.gated_delta_rule(
       q,
@@ -111,12 +103,21 @@ def gated_delta_net(
       axis_name=CONTEXT,
       chunk_size=chunk,
       implementation=kernels,
+      head_group=group,
     )
   else:
     if cell.ranks > 1:
       q, k, v, g, beta = (collectives.heads_to_ranks(a, CONTEXT) for a in (q, k, v, g, beta))
     out, _ = gdn.gated_delta_rule(
-      q, k, v, g, beta, rows.whole_segment_ids, chunk_size=chunk, implementation=kernels
+      q,
+      k,
+      v,
+      g,
+      beta,
+      rows.whole_segment_ids,
+      chunk_size=chunk,
+      implementation=kernels,
+      head_group=group,
     )
     if cell.ranks > 1:
       out = collectives.tokens_to_ranks(out, CONTEXT)
