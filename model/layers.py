@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from model import config as config_lib
@@ -109,7 +110,7 @@ def rotate(
 
 
 class GatedMlp(nnx.Module):
-  """down(silu(gate(x)) * up(x))."""
+  """down(silu(gate(x)) * up(x)); names its projections for remat policies."""
 
   def __init__(self, inner, axis: str, config, options, *, rngs: nnx.Rngs):
     hidden = config.hidden_size
@@ -119,4 +120,5 @@ class GatedMlp(nnx.Module):
     self.down_proj = Linear(inner, hidden, down, config, options, rngs=rngs)
 
   def __call__(self, x: Float[Array, "... h"]) -> Float[Array, "... h"]:
-    return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+    gate, up = (checkpoint_name(part(x), "mlpwi") for part in (self.gate_proj, self.up_proj))
+    return checkpoint_name(self.down_proj(jax.nn.silu(gate) * up), "mlpwo")

@@ -228,8 +228,9 @@ class MeshOptions:
 
   mesh: str | None = option(
     None,
-    help="Devices as fsdp x expert x context, such as 8x1x1: parameters, optimizer state and rows "
-    "are split over fsdp.  Must name as many devices as there are; empty for one device, unsplit.",
+    help="Devices as fsdp x expert x context, such as 32x2x4: parameters and optimizer state are "
+    "split over fsdp, experts over expert, rows over both, a row's tokens over context.  Must name "
+    "as many devices as there are; empty for one device, unsplit.",
     check=mesh.fault,
   )
   peak_tflops: float | None = option(

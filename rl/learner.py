@@ -48,7 +48,7 @@ def _programs(
   sharded: ShardedOptions,
 ) -> train_step.StepFunctions:
   """Learners of one process that do the same share what was compiled."""
-  layout = placed.layout_of(model, mesh, sharded)
+  layout = placed.layout_of(model, model_options, mesh, sharded)
   return placed.compile_programs(model, model_options, loss, optimizer_options, layout)
 
 
@@ -85,7 +85,7 @@ class Learner:
     self._options = options
     mesh = (options.mesh, options.sharded)
     self._programs = _programs(model, model_options, options.loss, options.optimizer, *mesh)
-    self._layout = placed.layout_of(model, *mesh)
+    self._layout = placed.layout_of(model, model_options, *mesh)
     self._reference = None
     if options.loss.reference_policy_kl_penalty > 0:
       # A copy: the state is donated step by step.

@@ -54,9 +54,13 @@ class Plan:
   layout: Layout
   options: ShardedOptions
 
+  @property
+  def mesh(self) -> Mesh:
+    """Axes fsdp, context, expert."""
+    return self.layout.mesh
+
   def _placed(self, pick) -> Tree:
-    mesh = self.layout.mesh
-    return jax.tree.map(lambda leaf: NamedSharding(mesh, pick(leaf)), self.layout.leaves)
+    return jax.tree.map(lambda leaf: NamedSharding(self.mesh, pick(leaf)), self.layout.leaves)
 
   @property
   def parameters(self) -> Tree:
@@ -66,27 +70,26 @@ class Plan:
   @property
   def replicated(self) -> NamedSharding:
     """Of arrays that every device holds whole."""
-    return NamedSharding(self.layout.mesh, P())
+    return NamedSharding(self.mesh, P())
 
   def batch(self, batch: PackedBatch) -> PackedBatch:
     """Shardings of a micro-batch."""
-    return jax.tree.map(lambda spec: NamedSharding(self.layout.mesh, spec), batch_specs(batch))
+    return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), batch_specs(batch))
 
   def state(self, state: TrainState) -> TrainState:
     """Shardings of a training state, given its arrays or their shapes."""
-    kept = sharding.Plan(self.layout.mesh, self._placed(lambda leaf: leaf.state))
+    kept = sharding.Plan(self.mesh, self._placed(lambda leaf: leaf.state))
     others = kept.like_parameters(state._replace(weights=None))
     return others._replace(weights=self.parameters)
 
   def sums(self, sums: Accumulators) -> Accumulators:
     """Shardings of a step's sums, given its arrays or their shapes."""
-    mesh = self.layout.mesh
     gradients = jax.tree.map(
-      lambda leaf, g: None if g is None else NamedSharding(mesh, leaf.sums),
+      lambda leaf, g: None if g is None else NamedSharding(self.mesh, leaf.sums),
       self.layout.leaves,
       sums.gradients,
     )
-    others = jax.tree.map(lambda _: NamedSharding(mesh, P()), sums._replace(gradients=None))
+    others = jax.tree.map(lambda _: self.replicated, sums._replace(gradients=None))
     return others._replace(gradients=gradients)
 
 
@@ -170,7 +173,7 @@ def make_functions(
   Raises:
     UserError: The mask of trained parameters matches none.
   """
-  layout, mesh = plan.layout, plan.layout.mesh
+  layout, mesh = plan.layout, plan.mesh
   hoisted = options.fp8_moe_fake_quant_hoist
   # Weights that are on the grid already stay as they are.
   in_step = dataclasses.replace(options, fp8_moe_fake_quant=False) if hoisted else options

@@ -50,17 +50,20 @@ def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
 
 def layout_of(
   config: ModelConfig,
+  model_options: ModelOptions,
   mesh: str | None,
   options: ShardedOptions,
   devices: Sequence[Any] | None = None,
 ) -> Layout:
   """Where the arrays of a step lie; None for one device.
 
-  A mesh of fsdp alone with the sharded model's options at their defaults is left to the
-  partitioner; everything else runs the explicit collectives of `mesh_step`.
+  A mesh of fsdp alone with plain JAX and the sharded model's options at their defaults is left to
+  the partitioner; everything else runs the explicit collectives of `mesh_step`.  So do Pallas
+  kernels, which no partitioner splits.
 
   Args:
     config: The model.
+    model_options: How it is computed.
     mesh: fsdp x expert x context, or None.
     options: How the model crosses it.
     devices: As of `make_mesh`.
@@ -72,7 +75,8 @@ def layout_of(
     return None
   shape = MeshShape.parse(mesh)
   made = make_mesh(shape, devices)
-  if shape.fsdp == shape.devices and options == ShardedOptions():
+  plain = model_options.kernel_implementation == "reference" and options == ShardedOptions()
+  if shape.fsdp == shape.devices and plain:
     return sharding.plan(config, made)
   return mesh_step.make_plan(config, options, made)
 

@@ -38,7 +38,7 @@ def _random_params(
   mesh: str | None,
   sharded: ShardedOptions,
 ):
-  layout = placed.layout_of(model, mesh, sharded)
+  layout = placed.layout_of(model, model_options, mesh, sharded)
   return jax.jit(
     functools.partial(api.init_params, model, model_options),
     out_shardings=None if layout is None else layout.parameters,
@@ -208,7 +208,7 @@ def build(settings: options.Settings) -> Setup:
   directory = user_path(run.checkpoint)
   model = _model(directory, run)
   model_options = settings.of(model_config.ModelOptions).for_checkpoint(directory)
-  layout = placed.layout_of(model, settings.mesh, settings.of(ShardedOptions))
+  layout = placed.layout_of(model, model_options, settings.mesh, settings.of(ShardedOptions))
   _refuse_to_train_nothing(model, model_options, settings.of(config.OptimizerOptions))
   text = tokenizer.load(directory, system_prompt=settings.system_prompt, stop_ids=settings.stop_ids)
   if text.vocab_size > model.vocab_size and run.rollouts is None:

@@ -194,6 +194,41 @@ SHARDED_RULES = (
     refused={**_CELL, "remat_policy": "custom"},
   ),
   Rule(
+    name="kernel-tensors-need-kernels",
+    keys=("context", "gdn_states", "kernel_implementation"),
+    broken=lambda s: (
+      s.kernel_implementation == "reference" and (s.context != "remat" or s.gdn_states != "remat")
+    ),
+    reason="plain JAX has no such tensors; add --kernel_implementation=auto",
+    accepted={
+      **_CELL,
+      "remat_policy": "custom",
+      "context": "device",
+      "kernel_implementation": "auto",
+    },
+    refused={**_CELL, "remat_policy": "custom", "gdn_states": "device"},
+  ),
+  Rule(
+    name="kept-states-need-whole-rows",
+    keys=("gdn_states", "gdn_cp_mode", "mesh"),
+    broken=lambda s: s.gdn_states != "remat" and s.gdn_cp_mode == "seq" and shape(s).context > 1,
+    reason="a rank of a split row computes its states again from those that others send; take "
+    "--gdn_cp_mode=head or leave gdn_states at remat",
+    accepted={
+      **_CELL,
+      "remat_policy": "custom",
+      "gdn_states": "device",
+      "kernel_implementation": "auto",
+    },
+    refused={
+      **_CELL,
+      "remat_policy": "custom",
+      "gdn_states": "device",
+      "kernel_implementation": "auto",
+      "gdn_cp_mode": "seq",
+    },
+  ),
+  Rule(
     name="sorted-rows-need-moe",
     keys=("moe_x_sorted", "model_preset", "checkpoint"),
     broken=lambda s: s.moe_x_sorted != "remat" and _dense(s),

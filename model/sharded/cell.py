@@ -100,9 +100,9 @@ def attention_order(cell: Cell, rows: Rows) -> AttentionOrder:
   if cell.balanced:
     order = zigzag.permutation(segments.shape[1], cell.ranks)
     segments, positions = segments[:, order], positions[:, order]
-  own = [collectives.own_part(a, CONTEXT, 1) for a in (segments, positions)]
-  cos, sin = layers.rotary_angles(own[1], cell.config, cell.dtype)
-  return AttentionOrder(*own, segments, positions, cos, sin)
+  own_segments, own_positions = (collectives.own_part(a, CONTEXT, 1) for a in (segments, positions))
+  cos, sin = layers.rotary_angles(own_positions, cell.config, cell.dtype)
+  return AttentionOrder(own_segments, own_positions, segments, positions, cos, sin)
 
 
 def make_rows(cell: Cell, segment_ids: Int[Array, "B S"], positions: Int[Array, "B S"]) -> Rows:

@@ -118,6 +118,7 @@ def gated_delta_net(
       chunk_size=chunk,
       implementation=kernels,
       head_group=group,
+      keep_states=cell.options.gdn_states != "remat",
     )
     if cell.ranks > 1:
       out = collectives.tokens_to_ranks(out, CONTEXT)

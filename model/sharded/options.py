@@ -16,11 +16,15 @@ SAVED = {
   "query_proj": "queries and output gates of an attention layer",
   "key_proj": "its keys before norm and rotation",
   "value_proj": "its values",
+  "context": "output and log-sum-exp of its kernel, which then does not run again",
   "attention_out": "its gated heads, before the output projection",
   "out_proj": "its output",
   "gdn_conv": "convolved queries, keys and values of a Gated DeltaNet layer",
+  "gdn_states": "chunk states and inverses of its kernel, which then need not be replayed",
   "gdn": "output of its delta rule",
   "moe_x_sorted": "tokens in the experts' rows",
+  "mlpwi": "gate and up projections of the dense or shared feed-forward",
+  "mlpwo": "its output",
 }
 
 
@@ -143,11 +147,15 @@ class ShardedOptions:
   query_proj: str = _saved("query_proj")
   key_proj: str = _saved("key_proj")
   value_proj: str = _saved("value_proj")
+  context: str = _saved("context")
   attention_out: str = _saved("attention_out")
   out_proj: str = _saved("out_proj")
   gdn_conv: str = _saved("gdn_conv")
+  gdn_states: str = _saved("gdn_states")
   gdn: str = _saved("gdn")
   moe_x_sorted: str = _saved("moe_x_sorted")
+  mlpwi: str = _saved("mlpwi")
+  mlpwo: str = _saved("mlpwo")
 
   def kept(self, where: str) -> list[str]:
     """Names of the tensors that are kept on `device` or in host memory (`offload`)."""

@@ -55,7 +55,9 @@ def lower(
     )
     devices = list(np.asarray(made.devices).flat)
   mesh = settings.mesh or "1x1x1"
-  layout = placed.layout_of(config, mesh, settings.of(ShardedOptions), devices[: shape.devices])
+  layout = placed.layout_of(
+    config, model_options, mesh, settings.of(ShardedOptions), devices[: shape.devices]
+  )
 
   rows, tokens = batch_options.micro_batch_rows, batch_options.row_tokens
   shards = shape.fsdp * shape.expert

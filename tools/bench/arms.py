@@ -64,7 +64,7 @@ class Arm:
       experts=config.num_experts,
       top_k=config.num_experts_per_tok,
     )
-    layout = placed.layout_of(config, settings.mesh, settings.of(ShardedOptions))
+    layout = placed.layout_of(config, model_options, settings.mesh, settings.of(ShardedOptions))
     params = jax.jit(
       lambda key: api.init_params(config, model_options, key),
       out_shardings=None if layout is None else layout.parameters,

@@ -123,7 +123,8 @@ def _programs(
 
 
 def _layout(config: model_config.ModelConfig, settings: options.Settings) -> placed.Layout:
-  return placed.layout_of(config, settings.mesh, settings.of(ShardedOptions))
+  model_options = settings.of(model_config.ModelOptions)
+  return placed.layout_of(config, model_options, settings.mesh, settings.of(ShardedOptions))
 
 
 def _state(params: Any, settings: options.Settings, model_options: model_config.ModelOptions):
