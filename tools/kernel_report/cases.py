@@ -6,12 +6,21 @@ the builders that they name, which run in the compiling process.
 
 from __future__ import annotations
 
-from tools.kernel_report import attention_cases, delta_cases, gmm_cases, public_cases
+from tools.kernel_report import (
+  attention_cases,
+  delta_cases,
+  dispatch_cases,
+  gmm_cases,
+  public_cases,
+  xla_cases,
+)
 from tools.kernel_report.case import KernelCase
 
 CASES: tuple[KernelCase, ...] = (
   *attention_cases.CASES,
   *delta_cases.CASES,
+  *dispatch_cases.CASES,
   *gmm_cases.CASES,
+  *xla_cases.CASES,
   *public_cases.CASES,
 )

@@ -43,7 +43,7 @@ def _delta_net(model: str, key_heads: int, heads: int) -> list[KernelCase]:
     common = {"which": named, "heads": heads, "group": group}
     out.append(
       KernelCase(
-        name=f"ours: gdn {model} {which}",
+        name=f"ours: {model} gdn {which}",
         builder="tools.kernel_report.delta_kernels:delta_rule",
         arguments={**common, "tokens": tokens, "key_heads": group},
         whole={**common, "tokens": _TOKENS, "key_heads": key_heads},
@@ -56,21 +56,21 @@ def _delta_net(model: str, key_heads: int, heads: int) -> list[KernelCase]:
   return out
 
 
-def _elementwise() -> list[KernelCase]:
+def _elementwise(model: str, all_channels: int, all_heads: int) -> list[KernelCase]:
   """The convolution and the gated norm: bandwidth is their floor."""
   out = []
   tokens, channels = 8192, 2048
   for which, arrays in (("forward", 2), ("backward", 3)):
     out.append(
       KernelCase(
-        name=f"ours: conv1d {which}",
+        name=f"ours: {model} conv1d {which}",
         builder="tools.kernel_report.delta_kernels:convolution",
         arguments={"which": which, "tokens": tokens, "channels": channels},
-        whole={"which": which, "tokens": _TOKENS, "channels": 12_288, "masked": True},
+        whole={"which": which, "tokens": _TOKENS, "channels": all_channels, "masked": True},
         kernel="causal_conv1d_silu",
         flops=1.0,
         bytes=2.0 * arrays * tokens * channels,
-        part="8,192 of 16,384 tokens, 2,048 of 12,288 channels, no boundary in a tile",
+        part=f"8,192 of 16,384 tokens, 2,048 of {all_channels:,} channels, no boundary in a tile",
       )
     )
   tokens, heads = 4096, 8
@@ -78,14 +78,14 @@ def _elementwise() -> list[KernelCase]:
     for which, arrays in (("forward", 3), ("backward", 5)):
       out.append(
         KernelCase(
-          name=f"ours: gated norm {layout} {which}",
+          name=f"ours: {model} gated norm {layout} {which}",
           builder="tools.kernel_report.delta_kernels:gated_norm",
           arguments={"which": which, "layout": layout, "tokens": tokens, "heads": heads},
-          whole={"which": which, "layout": layout, "tokens": _TOKENS, "heads": 64},
+          whole={"which": which, "layout": layout, "tokens": _TOKENS, "heads": all_heads},
           kernel="gated_norm",
           flops=1.0,
           bytes=2.0 * arrays * tokens * heads * 128,
-          part="4,096 of 16,384 tokens, 8 of 64 heads",
+          part=f"4,096 of 16,384 tokens, 8 of {all_heads} heads",
         )
       )
   return out
@@ -94,5 +94,6 @@ def _elementwise() -> list[KernelCase]:
 CASES: tuple[KernelCase, ...] = (
   *_delta_net("397B", 16, 4),
   *_delta_net("35B", 16, 2),
-  *_elementwise(),
+  *_elementwise("397B", 12_288, 64),
+  *_elementwise("35B", 8192, 32),
 )

@@ -56,7 +56,7 @@ def product(
     tiles = dataclasses.replace(tiles, n=tiles.n // 2)
   even = None
   if group_rows:
-    even = even_lib.Even(groups=groups, group_rows=group_rows, tile_rows=tiles.rows, offset=offset)
+    even = even_lib.Even(groups=groups, group_rows=group_rows, tile_rows=tiles.rows)
   float32, scaled = jnp.float32, jnp.dtype(left).itemsize == 1
   sizes = ((groups,), jnp.int32)
 

@@ -114,8 +114,9 @@ def test_cases_are_well_formed():
     assert each.flops > 0 and each.bytes > 0
   # FLOPs and bytes a row of the six grouped products of a layer, ours and the public ones.
   wide, narrow = 4.0 * public_cases.D * public_cases.EXPERT_DIM, 2.0 * 4096 * 1024
-  for library, count in (("megablox:", 6), ("tokamax:", 6), ("ours: 397B", 23)):
-    mine = [c for c in cases.CASES if c.name.startswith(library) and " w" in c.name]
+  for library, count in (("megablox: 397B", 6), ("tokamax: 397B", 6), ("ours: 397B", 23)):
+    mine = [c for c in cases.CASES if c.name.startswith(library)]
+    mine = [c for c in mine if " wi " in c.name or " wo " in c.name]
     assert len(mine) == count
     for each in mine:
       rows = each.arguments.get("expert_rows") or each.arguments["rows"]
@@ -148,10 +149,10 @@ def settings(**values):
 
 
 def test_cases_are_chosen_by_words(capsys):
-  assert main.run(settings(list=True, cases=("megablox", "forward"))) == 0
+  assert main.run(settings(list=True, cases=("megablox", "397B", "forward"))) == 0
   assert [line.split(",")[0] for line in capsys.readouterr().out.splitlines()] == [
-    "megablox: wi forward",
-    "megablox: wo forward",
+    "megablox: 397B wi forward",
+    "megablox: 397B wo forward",
   ]
   with pytest.raises(options.UserError, match="--list"):
     main.run(settings(cases=("nothing",)))
@@ -211,4 +212,46 @@ def test_the_whole_work_gives_compile_facts_and_the_part_gives_cycles(tmp_path, 
     raise report.compiler.ProgramError("exceeds scoped vmem")
 
   monkeypatch.setattr(report, "_compile", refused)
-  assert "scoped vmem" in report.profile_case(both, str(tmp_path), 1.0).error
+  row = report.profile_case(both, str(tmp_path), 1.0)
+  assert "scoped vmem" in row.note and row.cycles == 4_400_000 and not row.vmem_mib
+  assert report.markdown([row]).count("| - |") == 4  # size and compile time are not the part's
+
+
+def test_models_share_a_part(tmp_path, monkeypatch):
+  seen: dict[str, report.Row] = {}
+  runs = []
+  make = lambda case, *_, simulate: runs.append(simulate) or report.make_row(case, found(1), 3.0)
+  monkeypatch.setattr(report, "_compile", make)
+  first = report.profile_case(case(), str(tmp_path), 1.0, seen=seen)
+  second = report.profile_case(case(name="b: other", part="half"), str(tmp_path), 1.0, seen=seen)
+  assert runs == [True] and (second.name, second.part) == ("b: other", "half")
+  assert second.cycles == first.cycles
+  report.profile_case(case(arguments={"rows": 2}), str(tmp_path), 1.0, seen=seen)
+  assert runs == [True, True]
+
+
+XLA_PROGRAM = """HloModule m, is_scheduled=true
+
+ENTRY %main (x: bf16[512,512], y: bf16[512,512]) -> bf16[512,512] {
+  %x = bf16[512,512]{1,0} parameter(0)
+  %y = bf16[512,512]{1,0} parameter(1)
+  %odd.1 = bf16[512,512]{1,0} custom-call(%x), custom_call_target="Mystery"
+  ROOT %dot.3 = bf16[512,512]{1,0} dot(%odd.1, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}, backend_config={"estimated_cycles":"22000"}
+}
+"""
+
+
+def test_a_program_of_xla_is_played():
+  program = case(flops=2.0 * 512**3, bytes=3.0 * 2 * 512**2, program=True)
+  row = report.program_row(program, XLA_PROGRAM, 3.0)
+  assert row.cycles >= 22000 and row.ratio > 10  # a product of 512 cycles at peak
+  assert "not priced" in row.note and "Mystery" in row.note
+
+
+def test_what_one_case_does_wrong_does_not_end_the_others(tmp_path, monkeypatch):
+  def wrong(case, *_, simulate):
+    raise ValueError("no such tile")
+
+  monkeypatch.setattr(report, "_compile", wrong)
+  assert report.profile_case(case(), str(tmp_path), 1.0).error == "no such tile"
+  assert report.profile_case(case(program=True), str(tmp_path), 1.0).error == "no such tile"

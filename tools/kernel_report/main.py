@@ -47,12 +47,13 @@ def run(settings: options.Settings) -> int:
   if settings.list:
     print("\n".join(c.name for c in chosen))
     return 0
-  rows = []
+  rows: list[report.Row] = []
+  seen: dict[str, report.Row] = {}
   with tempfile.TemporaryDirectory() as scratch:
     for number, case in enumerate(chosen):
       try:
         row = report.profile_case(
-          case, f"{scratch}/{number}", settings.time_limit, whole=settings.whole
+          case, f"{scratch}/{number}", settings.time_limit, whole=settings.whole, seen=seen
         )
       except compiler.LibtpuMissingError as error:
         raise options.UserError(str(error)) from error

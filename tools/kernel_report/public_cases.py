@@ -8,6 +8,7 @@ blocks; `part` says which.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from tools.kernel_report.case import KernelCase
@@ -19,23 +20,42 @@ HEAD_DIM = 256
 _ROWS, _ROWS_OF_ONE_TILE = 2560, 1280
 
 
-def _grouped(library: str, module: str, tiles: tuple[int, int, int]) -> list[KernelCase]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Experts:
+  """Routed experts of a model, and balanced rows of one of a device's."""
+
+  model: str
+  embed: int
+  mlp: int
+  local: int
+  rows: int
+
+
+_EXPERTS = (
+  _Experts(model="397B", embed=D, mlp=EXPERT_DIM, local=64, rows=_ROWS),
+  _Experts(model="35B", embed=2048, mlp=512, local=32, rows=4096),
+)
+
+
+def _grouped(
+  library: str, module: str, tiles: tuple[int, int, int], experts: _Experts
+) -> list[KernelCase]:
   """The six grouped products of a MoE layer: two forward, two input and two weight gradients."""
-  wide = 2 * EXPERT_DIM
+  embed, mlp, wide = experts.embed, experts.mlp, 2 * experts.mlp
   out = []
   for name, kind, k, n in (
-    ("wi forward", "gmm", D, wide),
-    ("wo forward", "gmm", EXPERT_DIM, D),
-    ("wo input gradient", "gmm_transposed", D, EXPERT_DIM),
-    ("wi input gradient", "gmm_transposed", wide, D),
-    ("wi weight gradient", "tgmm", D, wide),
-    ("wo weight gradient", "tgmm", EXPERT_DIM, D),
+    ("wi forward", "gmm", embed, wide),
+    ("wo forward", "gmm", mlp, embed),
+    ("wo input gradient", "gmm_transposed", embed, mlp),
+    ("wi input gradient", "gmm_transposed", wide, embed),
+    ("wi weight gradient", "tgmm", embed, wide),
+    ("wo weight gradient", "tgmm", mlp, embed),
   ):
     tile_k, tile_n = min(tiles[1], k), min(tiles[2], n)
-    rows = _ROWS_OF_ONE_TILE if kind != "tgmm" and tile_k == k else _ROWS
+    rows = _ROWS_OF_ONE_TILE if kind != "tgmm" and tile_k == k else experts.rows
     out.append(
       KernelCase(
-        name=f"{library}: {name}, tiles {tiles[0]}x{tile_k}x{tile_n}",
+        name=f"{library}: {experts.model} {name}, tiles {tiles[0]}x{tile_k}x{tile_n}",
         builder=f"tools.kernel_report.{module}:grouped_product",
         arguments={
           "kind": kind,
@@ -48,7 +68,7 @@ def _grouped(library: str, module: str, tiles: tuple[int, int, int]) -> list[Ker
         kernel="tgmm" if kind == "tgmm" else "gmm",
         flops=2.0 * rows * k * n,
         bytes=2.0 * (rows * (k + n) + k * n),
-        part=f"{rows} of 2,560 rows of 1 of 64 experts",
+        part=f"{rows:,} of {experts.rows:,} rows of 1 of {experts.local} experts",
       )
     )
   return out
@@ -113,8 +133,12 @@ _BLOCKS = {
 }
 
 CASES: tuple[KernelCase, ...] = (
-  *_grouped("megablox", "public_kernels", (256, 1024, 1024)),
-  *_grouped("tokamax", "tokamax_kernels", (256, 1024, 1024)),
+  *(
+    case
+    for experts in _EXPERTS
+    for library, module in (("megablox", "public_kernels"), ("tokamax", "tokamax_kernels"))
+    for case in _grouped(library, module, (256, 1024, 1024), experts)
+  ),
   *_attention("splash", "public_kernels", True, _BLOCKS),
   *_attention("tokamax splash", "tokamax_kernels", True, _BLOCKS),
   *_head(),

@@ -13,13 +13,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tools.aot import compiler, timeline
+from tools.aot import compiler, hlo, timeline
 from tools.kernel_report import schedule
 from tools.kernel_report.case import KernelCase
 from tools.roofline.machine import TPU7X
 
 # Simulations of long schedules that pass it would not end soon either.
 _MEMORY_LIMIT = 8 * 2**30
+# What a case may do wrong: the compiler, the builder, or a text that its reader does not know.
+_UNPRICED = (compiler.CompileError, schedule.NoProfileError, ValueError, OSError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +99,24 @@ def make_row(case: KernelCase, found: schedule.Profile, compile_seconds: float) 
   )
 
 
-def profile_case(case: KernelCase, directory: str, time_limit: float, *, whole: bool = True) -> Row:
+def program_row(case: KernelCase, text: str, compile_seconds: float) -> Row:
+  """The row of a program of XLA's own operations, from its text after code generation."""
+  played = timeline.estimate(hlo.parse(text))
+  cycles = round(played.seconds * timeline.CLOCK_HZ)
+  found = schedule.Profile(kernel="", cycles=cycles, bundles=0, spills=0, vmem_bytes=0)
+  row = make_row(case, found, compile_seconds)
+  said = [row.note, *(f"not priced: {text} ({n} times)" for text, n in played.unknown.items())]
+  return dataclasses.replace(row, note="; ".join(text for text in said if text)[:300])
+
+
+def profile_case(
+  case: KernelCase,
+  directory: str,
+  time_limit: float,
+  *,
+  whole: bool = True,
+  seen: dict[str, Row] | None = None,
+) -> Row:
   """Compiles a case in a process of its own and reads its profile.
 
   The simulation of a schedule can end the compiler, or not end; then the case is compiled again without it,
@@ -108,11 +127,20 @@ def profile_case(case: KernelCase, directory: str, time_limit: float, *, whole: 
     directory: Scratch folder; created, emptied, removed.
     time_limit: Seconds for each compile.
     whole: Compile the whole work too, where the case names it.
+    seen: Rows of parts simulated so far, to which this one is added: models share parts.
+
+  Returns:
+    The row.  Whatever the compiler or the builder did wrong is said in it: one case does not end
+    the others' run.
 
   Raises:
     compiler.LibtpuMissingError: The compiler is not installed.
   """
-  row = _profile_part(case, directory, time_limit)
+  seen = {} if seen is None else seen
+  key = json.dumps([case.builder, dict(case.arguments), case.kernel], sort_keys=True)
+  if key not in seen:
+    seen[key] = _profile_part(case, directory, time_limit)
+  row = dataclasses.replace(seen[key], name=case.name, part=case.part)
   if row.error or not whole or case.whole is None:
     return row
   work = dataclasses.replace(case, arguments=case.whole)
@@ -120,27 +148,45 @@ def profile_case(case: KernelCase, directory: str, time_limit: float, *, whole: 
     full = _compile(work, directory, time_limit, simulate=False)
   except compiler.LibtpuMissingError:
     raise
-  except (compiler.CompileError, schedule.NoProfileError) as error:
-    return _failed(case, error)
+  except _UNPRICED as error:
+    # The part's cycles stay; its size and compile time would pass for the whole's.
+    unknown = {"vmem_mib": 0.0, "spills": 0, "bundles": 0, "compile_s": 0.0}
+    said = f"a device's whole work was not compiled: {_first_line(error)}"
+    note = "; ".join(text for text in (row.note, said) if text)
+    return dataclasses.replace(row, **unknown, note=note)
   taken = ("vmem_mib", "spills", "bundles", "compile_s")
   return dataclasses.replace(row, **{name: getattr(full, name) for name in taken})
 
 
+def _first_line(error: Exception) -> str:
+  """What an error says, in a table's cell."""
+  lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+  return " ".join(lines[:2])[:160] or type(error).__name__
+
+
 def _profile_part(case: KernelCase, directory: str, time_limit: float) -> Row:
+  if case.program:
+    try:
+      return _compile(case, directory, time_limit, simulate=False)
+    except compiler.LibtpuMissingError:
+      raise
+    except _UNPRICED as error:
+      return _failed(case, error)
   try:
     return _compile(case, directory, time_limit, simulate=True)
   except compiler.LibtpuMissingError:
     raise
-  except (compiler.CompileTimeoutError, compiler.CompileMemoryError):
-    pass  # a simulation can take minutes and GiB for what compiles in seconds
-  except compiler.CompilerAbortedError as error:
-    if "Static LLO profiling" not in str(error):
-      return _failed(case, error)
-  except (compiler.CompileError, schedule.NoProfileError) as error:
+  except (
+    compiler.CompileTimeoutError,
+    compiler.CompileMemoryError,
+    compiler.CompilerAbortedError,
+  ):
+    pass  # a simulation can take minutes and GiB, or abort, for what compiles in seconds
+  except _UNPRICED as error:
     return _failed(case, error)
   try:
     return _compile(case, directory, time_limit, simulate=False)
-  except (compiler.CompileError, schedule.NoProfileError) as error:
+  except _UNPRICED as error:
     return _failed(case, error)
 
 
@@ -158,7 +204,9 @@ def _failed(case: KernelCase, error: Exception) -> Row:
 def _compile(case: KernelCase, directory: str, time_limit: float, *, simulate: bool) -> Row:
   out = pathlib.Path(directory)
   profiles, schedules = out.with_suffix(".profiles"), out.with_suffix(".schedules")
-  flags = [f"--xla_jf_dump_to={schedules}", "--xla_jf_dump_llo_text=true"]
+  flags = []
+  if not case.program:
+    flags = [f"--xla_jf_dump_to={schedules}", "--xla_jf_dump_llo_text=true"]
   if simulate:
     flags.append(f"--xla_jf_dump_static_llo_profile_to={profiles}")
   try:
@@ -175,13 +223,17 @@ def _compile(case: KernelCase, directory: str, time_limit: float, *, simulate: b
     )
     if "compiled" not in result.stages:
       raise compiler.ProgramError(f"the compiler refused the program: {result.verdict.detail}")
+    seconds = result.stages["compiled"] - result.stages["lowered"]
+    text = result.hlo.read_text()
+    if case.program:
+      return program_row(case, text, seconds)
     found = schedule.read(
-      result.hlo.read_text(),
+      text,
       case.kernel,
       schedule.read_cycles(profiles) if simulate else None,
       schedules,
     )
-    return make_row(case, found, result.stages["compiled"] - result.stages["lowered"])
+    return make_row(case, found, seconds)
   finally:
     for folder in (out, profiles, schedules):
       shutil.rmtree(folder, ignore_errors=True)
@@ -205,7 +257,8 @@ def cells(row: Row) -> list[str]:
     f"{row.cycles:,}" if row.cycles else "-",
     f"{row.floor_us:.0f}",
     *(known(f"{row.static_us:.0f}"), known(f"{row.ratio:.2f}"), known(f"{row.peak:.0%}")),
-    *(f"{row.vmem_mib:.1f}", str(row.spills), f"{row.bundles:,}", f"{row.compile_s:.0f}"),
+    *((f"{row.vmem_mib:.1f}", str(row.spills), f"{row.bundles:,}") if row.bundles else "---"),
+    f"{row.compile_s:.0f}" if row.compile_s else "-",
   ]
 
 

@@ -1,0 +1,81 @@
+"""What this repository leaves to XLA: the log-prob head and the RMS norm; and XLA's grouped product.
+
+One device's whole share of a step, 16,384 tokens.  Such a case is priced as a program, by the rules
+of `tools.aot.timeline`.
+"""
+
+from __future__ import annotations
+
+from tools.kernel_report.case import KernelCase
+
+_TOKENS, _VOCAB = 16_384, 248_320
+
+
+def _case(name: str, which: str, flops: float, bytes_: float, part: str, **sizes) -> KernelCase:
+  return KernelCase(
+    name=name,
+    builder=f"tools.kernel_report.xla_kernels:{which}",
+    arguments=sizes,
+    kernel="",
+    flops=flops,
+    bytes=bytes_,
+    part=part,
+    program=True,
+  )
+
+
+def _model(model: str, width: int) -> list[KernelCase]:
+  product, operands = 2.0 * _TOKENS * _VOCAB * width, 2.0 * (_TOKENS + _VOCAB) * width
+  tokens = f"all: {_TOKENS:,} tokens"
+  out = []
+  for which, products, arrays in (("forward", 1, 1), ("training", 4, 2)):
+    out.append(
+      _case(
+        f"ours: {model} log-prob head {'forward and backward' if products == 4 else which}",
+        "logprob_head",
+        products * product,
+        arrays * operands,
+        f"{tokens}, {_VOCAB:,} words",
+        **{"which": which, "tokens": _TOKENS, "vocab": _VOCAB, "width": width},
+      )
+    )
+  for which, arrays in (("forward", 2), ("backward", 3)):
+    out.append(
+      _case(
+        f"ours: {model} RMS norm {which}",
+        "rms_norm",
+        1.0,
+        2.0 * arrays * _TOKENS * width,
+        tokens,
+        **{"which": which, "tokens": _TOKENS, "width": width},
+      )
+    )
+  return out
+
+
+def _ragged_dot(model: str, embed: int, mlp: int, expert_rows: int) -> list[KernelCase]:
+  """`jax.lax.ragged_dot`, whose weight gradient is dense and so left out."""
+  groups = 2
+  rows = groups * expert_rows
+  out = []
+  for name, k, n in (("wi", embed, 2 * mlp), ("wo", mlp, embed)):
+    for which, title in (("forward", "forward"), ("dlhs", "input gradient")):
+      out.append(
+        _case(
+          f"XLA ragged_dot: {model} {name} {title}",
+          "ragged_dot",
+          2.0 * rows * k * n,
+          2.0 * (rows * (k + n) + groups * k * n),
+          f"{groups} experts, {expert_rows:,} rows each",
+          **{"which": which, "groups": groups, "rows": rows, "k": k, "n": n},
+        )
+      )
+  return out
+
+
+CASES: tuple[KernelCase, ...] = (
+  *_model("397B", 4096),
+  *_model("35B", 2048),
+  *_ragged_dot("397B", 4096, 1024, 2560),
+  *_ragged_dot("35B", 2048, 512, 4096),
+)
