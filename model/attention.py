@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels.attention import attention as attention_op
 from model import config as config_lib
-from model import layers
+from model import layers, placement
 
 
 class KeyValues(NamedTuple):
@@ -28,6 +28,16 @@ class KeyValues(NamedTuple):
   lengths: Int[Array, " B"]
 
 
+def query_factors(dim: int, options: config_lib.ModelOptions) -> tuple[float, float]:
+  """Factor of the queries, to be applied in float32 by their norm, and of the scores.
+
+  Their product is dim^-0.5.  With exponentials to base 2 the scores' factor is one that the kernels
+  need not multiply by.
+  """
+  scale = dim**-0.5
+  return attention_op.split_scale(scale) if options.sa_use_base2_exp else (1.0, scale)
+
+
 class Attention(nnx.Module):
   """One attention mixer.
 
@@ -41,7 +51,7 @@ class Attention(nnx.Module):
   """
 
   def __init__(self, config: config_lib.ModelConfig, options, *, rngs: nnx.Rngs):
-    self.config = config
+    self.config, self.options = config, options
     hidden, dim = config.hidden_size, config.head_dim
     queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
     common = {"config": config, "options": options, "rngs": rngs}
@@ -69,14 +79,15 @@ class Attention(nnx.Module):
     Returns:
       The mixer's output, and the cache with this call's tokens in it (its lengths unchanged).
     """
-    config = self.config
+    config, options = self.config, self.options
     batch, length, _ = x.shape
     heads, groups, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     query_and_gate = self.q_proj(x).reshape(batch, length, heads, 2 * dim)
     q, gate = query_and_gate[..., :dim], query_and_gate[..., dim:]
     k = self.k_proj(x).reshape(batch, length, groups, dim)
     v = self.v_proj(x).reshape(batch, length, groups, dim)
-    q = layers.rotate(self.q_norm(q), context.cos, context.sin)
+    factor, scale = query_factors(dim, options)
+    q = layers.rotate(self.q_norm(q, factor), context.cos, context.sin)
     k = layers.rotate(self.k_norm(k), context.cos, context.sin)
 
     real = context.segment_ids > 0
@@ -95,15 +106,24 @@ class Attention(nnx.Module):
       index = jnp.broadcast_to(jnp.arange(capacity), (batch, capacity))
       kv_segments = (index < filled[:, None]).astype(jnp.int32)
       kv_positions, q_segments = index, real.astype(jnp.int32)
-    out = attention_op.attention(
-      q,
-      k,
-      v,
-      q_segment_ids=q_segments,
-      kv_segment_ids=kv_segments,
-      q_positions=context.positions,
-      kv_positions=kv_positions,
-      scale=dim**-0.5,
-    )
+
+    def run(q, k, v, q_segments, kv_segments, q_positions, kv_positions):
+      return attention_op.attention(
+        q,
+        k,
+        v,
+        q_segment_ids=q_segments,
+        kv_segment_ids=kv_segments,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        scale=scale,
+        implementation=options.kernel_implementation,
+        given=options,
+      )
+
+    operands = (q, k, v, q_segments, kv_segments, context.positions, kv_positions)
+    # The partitioner splits plain JAX by itself, and cannot split a kernel.
+    plain = options.kernel_implementation == "reference"
+    out = run(*operands) if plain else placement.over_rows(run, operands)
     out = (out * jax.nn.sigmoid(gate)).reshape(batch, length, heads * dim)
     return self.o_proj(out), cache

@@ -15,6 +15,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from kernels.attention import options as attention_options
 from kernels.base import options
 from model import hf_config
 
@@ -255,8 +256,8 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-  """How the model is computed."""
+class ModelOptions(attention_options.AttentionOptions):
+  """How the model is computed; the options of kernel families are among its own."""
 
   dtype: str = options.option(
     "auto",
@@ -281,10 +282,11 @@ class ModelOptions:
   )
   kernel_implementation: str = options.option(
     "reference",
-    help="How the kernels of Gated DeltaNet layers run where their channels fill a TPU's lanes: "
-    "auto takes Pallas where a program is compiled for a TPU and plain JAX elsewhere, interpret "
-    "runs the Pallas bodies on any device, reference is plain JAX. Pallas kernels are not "
-    "partitioned: on a mesh of several devices they must lie inside shard_map.",
+    help="How Gated DeltaNet and softmax attention run where their channels fill a TPU's lanes: "
+    "auto takes Pallas kernels where a program is compiled for a TPU and plain JAX elsewhere "
+    "(attention of up to 1,024 x 1,024 tokens is plain JAX there too), interpret runs the Pallas "
+    "bodies on any device, reference is plain JAX. Pallas kernels are not partitioned: on a mesh "
+    "of several devices they must lie inside shard_map.",
     choices=("auto", "interpret", "reference"),
   )
   gdn_fwd_kernel_head_group_size: int = options.option(

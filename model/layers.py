@@ -73,17 +73,18 @@ class RmsNorm(nnx.Module):
     self.eps = config.rms_norm_eps
     self.scale = nnx.Param(jnp.zeros((size,), weight_dtype(options)), logical_axes=(axis,))
 
-  def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-    return rms_norm(x, self.scale[...], self.eps)
+  def __call__(self, x: Float[Array, "... D"], factor: float = 1.0) -> Float[Array, "... D"]:
+    return rms_norm(x, self.scale[...], self.eps, factor)
 
 
 def rms_norm(
-  x: Float[Array, "... D"], scale: Float[Array, " D"], eps: float
+  x: Float[Array, "... D"], scale: Float[Array, " D"], eps: float, factor: float = 1.0
 ) -> Float[Array, "... D"]:
-  """x / rms(x) * (1 + scale) in float32, in the type of x."""
+  """x / rms(x) * (1 + scale) * factor in float32, in the type of x."""
   wide = x.astype(jnp.float32)
   wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-  return (wide * (1.0 + scale.astype(jnp.float32))).astype(x.dtype)
+  scale = 1.0 + scale.astype(jnp.float32)
+  return (wide * (scale if factor == 1.0 else factor * scale)).astype(x.dtype)
 
 
 def rotary_angles(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from kernels.base.refusals import Rule
 from model import config as model_config
+from rl.kernel_refusals import KERNEL_RULES
 from rl.sharded_refusals import SHARDED_RULES
 
 LOSS_RULES = (
@@ -186,16 +187,6 @@ MODEL_RULES = (
     accepted={"moe_fallback_topk_capacity": 128, "replay_routed_experts": True},
     refused={"moe_fallback_topk_capacity": 128},
   ),
-  Rule(
-    name="head-group-without-kernels",
-    keys=("gdn_fwd_kernel_head_group_size", "kernel_implementation"),
-    broken=lambda s: (
-      s.gdn_fwd_kernel_head_group_size != 1 and s.kernel_implementation == "reference"
-    ),
-    reason="plain JAX has no grid steps; add --kernel_implementation=auto or leave the group at 1",
-    accepted={"gdn_fwd_kernel_head_group_size": 4, "kernel_implementation": "auto"},
-    refused={"gdn_fwd_kernel_head_group_size": 4},
-  ),
 )
 
 
@@ -325,6 +316,7 @@ RULES = (
   + BATCH_RULES
   + SHARDED_RULES
   + MODEL_RULES
+  + KERNEL_RULES
   + OPTIMIZER_RULES
   + RUN_RULES
 )

@@ -11,10 +11,10 @@ from kernels.attention import blockwise, flash, reference
 from kernels.attention import options as options_lib
 from kernels.base import implementation as implementation_lib
 
-# Up to this many scores per head and row the whole matrix is cheaper than a loop over blocks.
-_DENSE_SCORES = 1024 * 1024
 # Queries and keys of a block of the loop in plain JAX.
 _BLOCK = 512
+# Channels of a head fill a TPU's lanes in the kernels.
+_LANES = 128
 
 
 def split_scale(scale: float) -> tuple[float, float]:
@@ -58,7 +58,8 @@ def attention(
     kv_positions: Positions of the keys in their segments.
     scale: Factor of the scores, above 0.
     implementation: `auto`, `pallas`, `interpret` or `reference`; see `implementation.dispatch`.  A
-      whole matrix of few scores, as in decoding, is plain JAX under `auto` too.
+      whole matrix of few scores (`options.DENSE_SCORES`), as in decoding, is plain JAX under `auto`
+      too, and so are heads that do not fill a TPU's lanes.
     given: Tiles and arithmetic of the kernels.
 
   Raises:
@@ -73,7 +74,9 @@ def attention(
   real = lambda x, segments: jnp.where((segments > 0)[:, :, None, None], x, 0)
   q = real(q, q_segment_ids)
   k, v = (real(x, kv_segment_ids) for x in (k, v))
-  few = q.shape[1] * k.shape[1] <= _DENSE_SCORES
+  if implementation == "auto" and q.shape[3] % _LANES:
+    implementation = "reference"
+  few = q.shape[1] * k.shape[1] <= options_lib.DENSE_SCORES
   if few and implementation in ("auto", "reference"):
     return reference.attention(q, k, v, reference.visible(*ids), scale)
   if implementation == "reference":

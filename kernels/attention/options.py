@@ -9,6 +9,9 @@ from kernels.base import options
 # A word of 32 bits holds two bits for each part of a key block, and two flags.
 _MOST_PARTS = 14
 _LANES = 128
+# Up to this many scores per head and row the whole matrix is cheaper than a loop over blocks: the
+# op then runs no kernel unless it is asked for by name.
+DENSE_SCORES = 1024 * 1024
 
 
 def _block(value: int) -> str | None:
@@ -20,7 +23,7 @@ class AttentionOptions:
   """Tiles of flash attention.
 
   Raises:
-    options.UserError: A key block is no multiple of its part, or has too many parts.
+    options.OptionError: A key block is no multiple of its part, or has too many parts.
   """
 
   sa_block_q: int = options.option(
@@ -59,7 +62,7 @@ class AttentionOptions:
     ):
       keys, keys_at_once = getattr(self, whole), getattr(self, part)
       if keys % keys_at_once or keys // keys_at_once > _MOST_PARTS:
-        raise options.UserError(
+        raise options.OptionError(
           f"{whole}={keys} and {part}={keys_at_once}: want {whole} to be 1 to {_MOST_PARTS} times"
           f" {part}"
         )
