@@ -100,7 +100,18 @@ def test_a_schedule_quicker_than_its_products_is_no_ratio():
   assert row.ratio == 0 and "not simulated in full" in row.note and row.cycles == 1_100_000
   assert "| - |" in report.markdown([row])
   silent = report.make_row(case(), found(0), 3.0)
-  assert silent.ratio == 0 and "failed" in silent.note and silent.vmem_mib == 1
+  assert silent.ratio == 0 and "not simulated" in silent.note and silent.vmem_mib == 1
+
+
+def test_without_a_simulation_the_rest_is_told(tmp_path, monkeypatch):
+  def compile_(case, *_, simulate):
+    if simulate:
+      raise report.compiler.CompilerAbortedError("the compiler ended its process by signal 6")
+    return report.make_row(case, found(0), 3.0)
+
+  monkeypatch.setattr(report, "_compile", compile_)
+  row = report.profile_case(case(), str(tmp_path), 1.0)
+  assert "signal 6" in row.note and row.vmem_mib == 1 and not row.ratio
 
 
 def test_cases_are_well_formed():

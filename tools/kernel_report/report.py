@@ -71,7 +71,7 @@ def floor_seconds(case: KernelCase) -> float:
 
 # No schedule is quicker than the products need at peak: then it was not simulated whole.
 _SHORT = "cycles below the floor: branches on data were not simulated in full"
-_UNSIMULATED = "the compiler's simulation of the schedule failed or took too long"
+_UNSIMULATED = "the schedule was not simulated"
 
 
 def make_row(case: KernelCase, found: schedule.Profile, compile_seconds: float) -> Row:
@@ -180,12 +180,14 @@ def _profile_part(case: KernelCase, directory: str, time_limit: float) -> Row:
     compiler.CompileTimeoutError,
     compiler.CompileMemoryError,
     compiler.CompilerAbortedError,
-  ):
-    pass  # a simulation can take minutes and GiB, or abort, for what compiles in seconds
+  ) as error:
+    # A simulation can take minutes and GiB, or abort, for what compiles in seconds.
+    why = _first_line(error)
   except _UNPRICED as error:
     return _failed(case, error)
   try:
-    return _compile(case, directory, time_limit, simulate=False)
+    row = _compile(case, directory, time_limit, simulate=False)
+    return dataclasses.replace(row, note=f"no cycles from the simulation of the schedule: {why}")
   except _UNPRICED as error:
     return _failed(case, error)
 
