@@ -40,9 +40,7 @@ def _cases(model: str, choices: int, experts: int, width: int) -> list[KernelCas
     make("un-sort (rows to tokens)", "sum", row * (live + _TOKENS)),
     make("un-sort as a grouped product", "sum_product", row * (live + _TOKENS)),
     make("weighted un-sort", "combine", row * (live + _TOKENS) + 4.0 * pairs),
-    make(
-      "weighted un-sort, gradient", "combine_gradient", row * (2 * live + rows) + 8.0 * pairs
-    ),
+    make("weighted un-sort, gradient", "combine_gradient", row * (2 * live + rows) + 8.0 * pairs),
   ]
 
 

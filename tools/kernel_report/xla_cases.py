@@ -11,10 +11,10 @@ from tools.kernel_report.case import KernelCase
 _TOKENS, _VOCAB = 16_384, 248_320
 
 
-def _case(name: str, which: str, flops: float, bytes_: float, part: str, **sizes) -> KernelCase:
+def _case(name: str, builder: str, flops: float, bytes_: float, part: str, **sizes) -> KernelCase:
   return KernelCase(
     name=name,
-    builder=f"tools.kernel_report.xla_kernels:{which}",
+    builder=f"tools.kernel_report.xla_kernels:{builder}",
     arguments=sizes,
     kernel="",
     flops=flops,
@@ -36,7 +36,10 @@ def _model(model: str, width: int) -> list[KernelCase]:
         products * product,
         arrays * operands,
         f"{tokens}, {_VOCAB:,} words",
-        **{"which": which, "tokens": _TOKENS, "vocab": _VOCAB, "width": width},
+        which=which,
+        tokens=_TOKENS,
+        vocab=_VOCAB,
+        width=width,
       )
     )
   for which, arrays in (("forward", 2), ("backward", 3)):
@@ -47,7 +50,9 @@ def _model(model: str, width: int) -> list[KernelCase]:
         1.0,
         2.0 * arrays * _TOKENS * width,
         tokens,
-        **{"which": which, "tokens": _TOKENS, "width": width},
+        which=which,
+        tokens=_TOKENS,
+        width=width,
       )
     )
   return out
@@ -67,7 +72,11 @@ def _ragged_dot(model: str, embed: int, mlp: int, expert_rows: int) -> list[Kern
           2.0 * rows * k * n,
           2.0 * (rows * (k + n) + groups * k * n),
           f"{groups} experts, {expert_rows:,} rows each",
-          **{"which": which, "groups": groups, "rows": rows, "k": k, "n": n},
+          which=which,
+          groups=groups,
+          rows=rows,
+          k=k,
+          n=n,
         )
       )
   return out
