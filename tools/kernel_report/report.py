@@ -150,10 +150,15 @@ def profile_case(
     raise
   except _UNPRICED as error:
     # The part's cycles stay; its size and compile time would pass for the whole's.
-    unknown = {"vmem_mib": 0.0, "spills": 0, "bundles": 0, "compile_s": 0.0}
+    unknown = Row(name=row.name, part=row.part, gflop=0.0, mib=0.0)
     said = f"a device's whole work was not compiled: {_first_line(error)}"
     note = "; ".join(text for text in (row.note, said) if text)
-    return dataclasses.replace(row, **unknown, note=note)
+    return dataclasses.replace(_with_size(row, unknown), note=note)
+  return _with_size(row, full)
+
+
+def _with_size(row: Row, full: Row) -> Row:
+  """The row with another compile's size and seconds."""
   taken = ("vmem_mib", "spills", "bundles", "compile_s")
   return dataclasses.replace(row, **{name: getattr(full, name) for name in taken})
 
