@@ -17,6 +17,7 @@ from typing import Any
 
 from kernels.attention import options as attention_options
 from kernels.base import options
+from kernels.gmm import options as gmm_options
 from model import hf_config
 
 
@@ -256,7 +257,7 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelOptions(attention_options.AttentionOptions):
+class ModelOptions(attention_options.AttentionOptions, gmm_options.GmmOptions):
   """How the model is computed; the options of kernel families are among its own."""
 
   dtype: str = options.option(
@@ -282,11 +283,11 @@ class ModelOptions(attention_options.AttentionOptions):
   )
   kernel_implementation: str = options.option(
     "reference",
-    help="How Gated DeltaNet and softmax attention run where their channels fill a TPU's lanes: "
-    "auto takes Pallas kernels where a program is compiled for a TPU and plain JAX elsewhere "
-    "(attention of up to 1,024 x 1,024 tokens is plain JAX there too), interpret runs the Pallas "
-    "bodies on any device, reference is plain JAX. Pallas kernels are not partitioned: on a mesh "
-    "of several devices they must lie inside shard_map.",
+    help="How Gated DeltaNet, softmax attention and (with use_tokamax_gmm) the experts run where "
+    "their channels fill a TPU's lanes: auto takes Pallas kernels where a program is compiled for a "
+    "TPU and plain JAX elsewhere (attention of up to 1,024 x 1,024 tokens is plain JAX there too), "
+    "interpret runs the Pallas bodies on any device, reference is plain JAX. Pallas kernels are not "
+    "partitioned: on a mesh of several devices they must lie inside shard_map.",
     choices=("auto", "interpret", "reference"),
   )
   gdn_fwd_kernel_head_group_size: int = options.option(

@@ -1,6 +1,7 @@
 """Keys that choose or shape kernels, against the same layer in plain JAX; kernels interpreted."""
 
 import dataclasses
+import functools
 from unittest import mock
 
 import jax
@@ -9,7 +10,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from model import attention, layers
+from kernels.attention import attention as attention_op
+from kernels.attention import flash
+from kernels.gmm import gmm
+from kernels.gmm import options as gmm_options
+from model import attention, layers, moe
 from model import config as config_lib
 
 # The interpreted kernels are many small programs: compiling them takes longest.
@@ -77,3 +82,108 @@ def test_attention_kernels(keys):
   wrong = lambda dim, options: (2.0, dim**-0.5)
   with mock.patch.object(attention, "query_factors", wrong):
     assert _relative(_attention(_options())[0], want[0]) > 1e-2
+
+
+def test_tiles_reach_the_flash_kernels():
+  seen = []
+
+  def record(q, k, v, ids, scale, implementation, given):
+    seen.append((implementation, given))
+    return q, None
+
+  given = _options(kernel_implementation="interpret", **_TILES)
+  with mock.patch.object(flash, "attention", record), mock.patch.object(jax, "jit", lambda f: f):
+    _attention(given)
+  assert seen and all(call == ("interpret", given) for call in seen)
+  assert attention_op.flash is flash
+
+
+def test_every_tile_key_is_a_size_of_its_product():
+  explicit = {"use_gmm_v2_heuristic_tiling": False}
+  plain = gmm_options.GmmOptions(**explicit)
+  assert gmm_options.GmmOptions().tiles("wi") is None
+  seen = set()
+  for name in gmm_options.TILE_KEYS:
+    changed = gmm_options.GmmOptions(**explicit, **{name: 384})
+    which = name[:2]
+    other = {"wi": "wo", "wo": "wi"}[which]
+    assert changed.tiles(other) == plain.tiles(other)
+    seen.add((which, changed.tiles(which)))
+  assert len(seen) == len(gmm_options.TILE_KEYS) == 18
+  assert not {(which, plain.tiles(which)) for which in ("wi", "wo")} & seen
+
+
+_MOE = dataclasses.replace(
+  _CONFIG,
+  hidden_size=256,
+  moe_intermediate_size=128,
+  shared_expert_intermediate_size=64,
+  initializer_range=0.1,
+)
+_JAX_KERNEL = {"kernel_implementation": "interpret", "use_tokamax_gmm": True}
+_V2 = {**_JAX_KERNEL, "use_gmm_v2": True}
+# Tiles that cut rows and columns, never a sum.
+_EXPLICIT = {
+  "use_gmm_v2_heuristic_tiling": False,
+  "wi_tile_fwd_batch_seq": 64,
+  "wi_tile_fwd_embed_dim": 256,
+  "wi_tile_fwd_mlp_dim": 128,
+  "wi_tile_dlhs_batch_seq": 128,
+  "wi_tile_dlhs_embed_dim": 128,
+  "wi_tile_dlhs_mlp_dim": 256,
+  "wi_tile_drhs_batch_seq": 512,
+  "wi_tile_drhs_embed_dim": 128,
+  "wi_tile_drhs_mlp_dim": 128,
+  "wo_tile_fwd_batch_seq": 64,
+  "wo_tile_fwd_embed_dim": 128,
+  "wo_tile_drhs_batch_seq": 512,
+  "wo_tile_drhs_embed_dim": 128,
+}
+
+
+@functools.cache
+def _experts_of(changes):
+  """The sparse layer on 96 tokens, a quarter of which are padding; 8 experts."""
+  options = _options(**dict(changes))
+  x = jax.random.normal(jax.random.key(1), (1, 96, _MOE.hidden_size))
+  segments = (jnp.arange(96) < 72).astype(jnp.int32)[None]
+  make = lambda: moe.SparseMoe(_MOE, options, rngs=nnx.Rngs(0))
+  return _run(make, x, segments)
+
+
+def _experts(**changes):
+  return _experts_of(tuple(sorted(changes.items())))
+
+
+def _close(got, want, limit):
+  for a, b in zip(got, want, strict=True):
+    assert np.isfinite(a).all() and _relative(a, b) <= limit
+
+
+@pytest.mark.parametrize("keys", [_JAX_KERNEL, _V2, {**_V2, **_EXPLICIT}])
+def test_grouped_products(keys):
+  _close(_experts(**keys), _experts(), 2e-6)
+
+
+def test_explicit_tiles_change_nothing_but_how_a_cpu_rounds():
+  """The interpreter's products round by their shape; a TPU's do not."""
+  _close(_experts(**_V2, **_EXPLICIT), _experts(**_V2), 2e-7)
+
+
+def test_prefused_weights():
+  """Apart from the input's gradient, one sum in place of two, the kernels' every bit is the same."""
+  want, got = _experts(**_V2), _experts(**_V2, prefuse_moe_weights=True)
+  different = [i for i, (a, b) in enumerate(zip(got, want, strict=True)) if (a != b).any()]
+  assert set(different) <= {len(want) - 1}
+  _close(got, want, 1e-6)
+  # XLA's product on a CPU rounds by its shape.
+  _close(_experts(prefuse_moe_weights=True), _experts(), 2e-6)
+
+
+def test_a_planted_fault_is_caught():
+  """Matrices of the wrong expert, as a layout of tiles gone wrong would take them."""
+  plain = gmm.grouped_matmul
+  swapped = lambda lhs, rhs, sizes, **how: plain(lhs, rhs[::-1], sizes)
+  with mock.patch.object(gmm, "grouped_matmul", swapped):
+    with pytest.raises(AssertionError):
+      _close(_experts_of.__wrapped__(()), _experts(), 2e-6)

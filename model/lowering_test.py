@@ -5,9 +5,10 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from kernels.base import options as options_lib
-from model import api
+from model import api, moe
 from model import config as config_lib
 
 
@@ -54,30 +55,54 @@ def _lowered_layers(length=256, **changes):
 
 
 def test_kernels_reach_the_model():
-  text = _lowered_layers(kernel_implementation="auto", gdn_fwd_kernel_head_group_size=4)
+  keys = {"kernel_implementation": "auto", "gdn_fwd_kernel_head_group_size": 4}
+  text = _lowered_layers(2048, **keys)
   for kernel in ("gdn_forward_g4", "gdn_states_g4", "gdn_backward_g4", "gated_norm_backward"):
     assert kernel in text, kernel
-  assert "causal_conv1d_silu_backward" in text
+  for kernel in ("causal_conv1d_silu_backward", "flash_attention_forward", "flash_attention_back"):
+    assert kernel in text, kernel
   assert "tpu_custom_call" not in _lowered_layers()
-
-
-def test_flash_attention_reaches_the_model():
-  names = ("flash_attention_forward", "flash_attention_backward")
-  text = _lowered_layers(2048, kernel_implementation="auto")
-  assert all(name in text for name in names)
-  # Few scores and a head that fills no lanes are plain JAX; so is everything under `reference`.
-  for other in (_lowered_layers(1024, kernel_implementation="auto"), _lowered_layers(2048)):
-    assert not any(name in other for name in names)
-
-
-def test_tiles_reach_the_flash_kernels():
-  tiles = {"sa_block_q": 512, "sa_block_kv": 1024, "sa_block_kv_dkv": 512, "dq_reduction_steps": 2}
-  run = lambda **changes: _lowered_layers(2048, kernel_implementation="auto", **changes)
-  texts = [run(), *(run(**{name: value}) for name, value in tiles.items())]
-  texts.append(run(sa_use_base2_exp=True))
-  assert len(set(texts)) == len(texts)  # every key changes the program
 
 
 def test_a_head_group_that_does_not_divide_is_refused():
   with pytest.raises(options_lib.UserError, match="16 key heads"):
     _lowered_layers(kernel_implementation="auto", gdn_fwd_kernel_head_group_size=3)
+
+
+def _lowered_experts(**changes):
+  """Text of the sparse layer's gradient at the shapes of 35B-A3B, lowered for a TPU."""
+  config = config_lib.preset("35B-A3B")
+  options = config_lib.ModelOptions(**changes)
+  make = lambda: moe.SparseMoe(config, options, rngs=nnx.Rngs(0))
+  definition, weights = nnx.split(nnx.eval_shape(make), nnx.Param)
+
+  def loss(weights, x, segments):
+    # A layer's forward is recomputed in its backward pass, as in the stack.
+    run = jax.checkpoint(lambda w, x: nnx.merge(definition, w)(x, segments)[0])
+    return jnp.sum(run(weights, x).astype(jnp.float32))
+
+  x = jax.ShapeDtypeStruct((1, 1024, config.hidden_size), jnp.bfloat16)
+  segments = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
+  traced = jax.jit(jax.grad(loss, argnums=(0, 1))).trace(weights, x, segments)
+  return traced.lower(lowering_platforms=("tpu",)).as_text()
+
+
+_JAX_KERNEL = {"kernel_implementation": "auto", "use_tokamax_gmm": True}
+_V2 = {**_JAX_KERNEL, "use_gmm_v2": True}
+
+
+def test_the_grouped_product_is_the_one_asked_for():
+  own = ("gmm_forward_none", "gmm_dlhs_none", "gmm_drhs")
+  plain, bundled, v2 = (_lowered_experts(**keys) for keys in ({}, _JAX_KERNEL, _V2))
+  assert "ragged_dot" in plain and "tpu_custom_call" not in plain
+  assert "tpu_custom_call" in bundled and "ragged_dot" not in bundled
+  assert not any(name in bundled for name in own)
+  assert all(name in v2 for name in own) and "ragged_dot" not in v2
+
+
+def test_keys_of_the_grouped_kernel_reach_it():
+  keys = {**_V2, "prefuse_moe_weights": True}
+  text = _lowered_experts(**keys)
+  count = lambda text: text.count('kernel_name = "gmm_drhs"')
+  assert (count(_lowered_experts(**_V2)), count(text)) == (3, 2)  # one product of gate and up
+  assert _lowered_experts(**keys, use_gmm_v2_heuristic_tiling=False) != text

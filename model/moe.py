@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from kernels.gmm import gmm
+from kernels.gmm import bundled, expert_mlp, gmm
 from kernels.moe_dispatch import moe_dispatch
 from model import config as config_lib
 from model import layers, placement
@@ -25,6 +26,26 @@ class Routing(NamedTuple):
 
   experts: Int[Array, "B S K"]
   logits: Float[Array, "B S E"]
+
+
+def form_of(options: config_lib.ModelOptions) -> expert_mlp.Form:
+  """How the experts' MLP runs as one op, with `use_gmm_v2`."""
+  return expert_mlp.Form(
+    fused_swiglu=False,
+    router_grad_from_wo_input=False,
+    fused_dswiglu=False,
+    prefused=options.prefuse_moe_weights,
+    implementation=options.kernel_implementation,
+    wi_tiles=options.tiles("wi"),
+    wo_tiles=options.tiles("wo"),
+  )
+
+
+def _product_of(options: config_lib.ModelOptions):
+  """The grouped product that is not this repository's kernel: JAX's kernel, or XLA's `ragged_dot`."""
+  if not options.use_tokamax_gmm:
+    return gmm.grouped_matmul
+  return functools.partial(bundled.grouped_matmul, implementation=options.kernel_implementation)
 
 
 class SparseMoe(nnx.Module):
@@ -90,8 +111,17 @@ class SparseMoe(nnx.Module):
     def run_experts(tokens, experts, weights, wi, wo):
       plan = moe_dispatch.plan(experts, config.num_experts)
       rows = moe_dispatch.dispatch(tokens, plan)
-      gate, up = jnp.split(gmm.grouped_matmul(rows, wi, plan.group_sizes), 2, axis=-1)
-      rows = gmm.grouped_matmul(jax.nn.silu(gate) * up, wo, plan.group_sizes)
+      if self.options.use_gmm_v2:
+        row_weights = moe_dispatch.dispatch_weights(weights, plan).astype(jnp.float32)
+        form = form_of(self.options)
+        rows = expert_mlp.expert_mlp(rows, wi, wo, row_weights, plan.group_sizes, form=form)
+        return moe_dispatch.sum_rows(rows, plan)
+      product = _product_of(self.options)
+      if self.options.prefuse_moe_weights:
+        gate, up = jnp.split(product(rows, wi, plan.group_sizes), 2, axis=-1)
+      else:
+        gate, up = (product(rows, half, plan.group_sizes) for half in jnp.split(wi, 2, axis=2))
+      rows = product(jax.nn.silu(gate) * up, wo, plan.group_sizes)
       return moe_dispatch.combine(rows, weights, plan)
 
     wi, wo = self.wi[...].astype(x.dtype), self.wo[...].astype(x.dtype)

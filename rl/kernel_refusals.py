@@ -9,10 +9,16 @@ from kernels.attention import options as attention_options
 from kernels.base.mesh import MeshShape
 from kernels.base.options import Settings, declared
 from kernels.base.refusals import Rule
+from kernels.gmm import options as gmm_options
+from model import config as model_config
 
 _ATTENTION = tuple(o.name for o in declared(attention_options.AttentionOptions))
 _BLOCKS = tuple(name for name in _ATTENTION if "block" in name)
 _KERNELS = {"kernel_implementation": "auto"}
+_GMM = tuple(o.name for o in declared(gmm_options.GmmOptions))
+_MOE = {"model_preset": "35B-A3B", **_KERNELS}
+_V2 = {**_MOE, "use_tokamax_gmm": True, "use_gmm_v2": True}
+_TILED = {**_V2, "use_gmm_v2_heuristic_tiling": False}
 
 
 def _changed(settings: Settings, names: tuple[str, ...]) -> set[str]:
@@ -35,6 +41,18 @@ def _misfits(settings: Settings) -> bool:
 def _few_scores(settings: Settings) -> bool:
   queries, keys = _tokens(settings)
   return queries * keys <= attention_options.DENSE_SCORES
+
+
+def _preset(settings: Settings) -> model_config.ModelConfig | None:
+  """The model, where the command line alone says which; a checkpoint is checked when it is read."""
+  if settings.checkpoint or settings.model_preset not in model_config.PRESETS:
+    return None
+  return model_config.preset(settings.model_preset)
+
+
+def _dense(settings: Settings) -> bool:
+  model = _preset(settings)
+  return model is not None and not model.is_moe
 
 
 KERNEL_RULES = (
@@ -76,5 +94,47 @@ KERNEL_RULES = (
     reason="plain JAX has no grid steps; add --kernel_implementation=auto or leave the group at 1",
     accepted={"gdn_fwd_kernel_head_group_size": 4, "kernel_implementation": "auto"},
     refused={"gdn_fwd_kernel_head_group_size": 4},
+  ),
+  Rule(
+    name="grouped-products-need-experts",
+    keys=(*_GMM, "model_preset", "checkpoint"),
+    broken=lambda s: bool(_changed(s, _GMM)) and _dense(s),
+    reason="a dense model has no experts, so no grouped products; leave these keys out or take a "
+    "preset with experts",
+    accepted={"model_preset": "tiny_moe", "prefuse_moe_weights": True},
+    refused={"model_preset": "tiny", "prefuse_moe_weights": True},
+  ),
+  Rule(
+    name="grouped-kernel-without-kernels",
+    keys=("use_tokamax_gmm", "kernel_implementation"),
+    broken=lambda s: s.use_tokamax_gmm and s.kernel_implementation == "reference",
+    reason="the grouped product would be plain JAX all the same; add --kernel_implementation=auto",
+    accepted={**_MOE, "use_tokamax_gmm": True},
+    refused={"model_preset": "35B-A3B", "use_tokamax_gmm": True},
+  ),
+  Rule(
+    name="gmm-v2-needs-gmm",
+    keys=("use_gmm_v2", "use_tokamax_gmm"),
+    broken=lambda s: s.use_gmm_v2 and not s.use_tokamax_gmm,
+    reason="it says which kernel use_tokamax_gmm takes; add --use_tokamax_gmm",
+    accepted=_V2,
+    refused={**_MOE, "use_gmm_v2": True},
+  ),
+  Rule(
+    name="explicit-tiling-needs-gmm-v2",
+    keys=("use_gmm_v2_heuristic_tiling", "use_gmm_v2"),
+    broken=lambda s: not s.use_gmm_v2_heuristic_tiling and not s.use_gmm_v2,
+    reason="only that kernel takes explicit tiles; add --use_gmm_v2 and --use_tokamax_gmm",
+    accepted=_TILED,
+    refused={**_MOE, "use_tokamax_gmm": True, "use_gmm_v2_heuristic_tiling": False},
+  ),
+  Rule(
+    name="tiles-under-heuristic-tiling",
+    keys=(*gmm_options.TILE_KEYS, "use_gmm_v2_heuristic_tiling"),
+    broken=lambda s: s.use_gmm_v2_heuristic_tiling and bool(_changed(s, gmm_options.TILE_KEYS)),
+    reason="tiles come from a table then and these keys would be inert; add "
+    "--use_gmm_v2_heuristic_tiling=false",
+    accepted={**_TILED, "wi_tile_fwd_mlp_dim": 2048},
+    refused={**_V2, "wi_tile_fwd_mlp_dim": 2048},
   ),
 )

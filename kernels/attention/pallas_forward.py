@@ -151,7 +151,8 @@ def forward(
       row, outer, inner = schedule_lib.where(blocks_ref, w, known)
       return {
         "q": (row, h, outer, 0),
-        "kv": (row, h // group, inner, 0),
+        # `//` would ask for the device that the program is lowered on.
+        "kv": (row, lax.div(h, group), inner, 0),
         "q_ids": (row, 0, outer),
         "kv_ids": (row, 0, inner),
         "lse": (row, h, 0, outer),

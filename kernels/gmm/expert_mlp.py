@@ -34,15 +34,17 @@ class Form:
     fused_swiglu: See the module's text.
     router_grad_from_wo_input: See the module's text.
     fused_dswiglu: See the module's text.
+    prefused: Gate and up are one product; else two, of the halves of the matrices.
     implementation: One of `kernels.base.implementation.IMPLEMENTATIONS`.
-    wi_tiles: Tiles of the first product, n counting gate and up columns together; from the table
-      by default.
+    wi_tiles: Tiles of the first product, n counting gate and up columns together where it is one;
+      from the table by default.
     wo_tiles: Tiles of the second product.
   """
 
   fused_swiglu: bool = True
   router_grad_from_wo_input: bool = True
   fused_dswiglu: bool = True
+  prefused: bool = True
   implementation: str = "auto"
   wi_tiles: tiles_lib.PassTiles | None = None
   wo_tiles: tiles_lib.PassTiles | None = None
@@ -60,8 +62,20 @@ def _d_activation(gate_up, grad):
   return jnp.concatenate([grad * up * (sig + act * (1.0 - sig)), grad * act], axis=1)
 
 
+def _halves(x, form, axis):
+  """Operands of the first product, or of the two that stand in its place."""
+  return [x] if form.prefused else jnp.split(x, 2, axis=axis)
+
+
 def _gate_up(x, wi, sizes, form):
-  return gmm.multiply(x, wi, sizes, tile=form.wi_tiles.forward, implementation=form.implementation)
+  one = functools.partial(
+    gmm.multiply, tile=form.wi_tiles.forward, implementation=form.implementation
+  )
+  return _joined([one(x, half, sizes) for half in _halves(wi, form, 2)], axis=1)
+
+
+def _joined(parts, axis):
+  return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=axis)
 
 
 def _hidden(x, wi, sizes, form):
@@ -158,15 +172,26 @@ def _backward(form, residuals, grad):
   weight_gradient = functools.partial(gmm.weight_gradient, implementation=form.implementation)
   weighted = (hidden * weights[:, None]).astype(x.dtype)
   d_wo = weight_gradient(weighted, grad, sizes, tile=form.wo_tiles.drhs, out_dtype=wo.dtype)
-  d_wi = weight_gradient(x, d_gate_up, sizes, tile=form.wi_tiles.drhs, out_dtype=wi.dtype)
-  d_x = gmm.multiply(
-    d_gate_up,
-    wi,
-    sizes,
-    tile=form.wi_tiles.dlhs,
-    implementation=form.implementation,
-    transpose_rhs=True,
+  halves = _halves(d_gate_up, form, 1)
+  d_wi = _joined(
+    [
+      weight_gradient(x, half, sizes, tile=form.wi_tiles.drhs, out_dtype=wi.dtype)
+      for half in halves
+    ],
+    axis=2,
   )
+  d_x = [
+    gmm.multiply(
+      half,
+      matrix,
+      sizes,
+      tile=form.wi_tiles.dlhs,
+      implementation=form.implementation,
+      transpose_rhs=True,
+    )
+    for half, matrix in zip(halves, _halves(wi, form, 2), strict=True)
+  ]
+  d_x = d_x[0] if form.prefused else d_x[0].astype(jnp.float32) + d_x[1].astype(jnp.float32)
   return d_x.astype(x.dtype), d_wi, d_wo, d_weights, None
 
 
@@ -197,8 +222,8 @@ def expert_mlp(
     weights included, enters a result or a gradient.
 
   Raises:
-    ValueError: Shapes do not agree, `weights` is not float32, or `fused_dswiglu` is asked for with
-      a tile that does not hold the whole of F.
+    ValueError: Shapes do not agree, `weights` is not float32, `fused_dswiglu` is asked for with a
+      tile that does not hold the whole of F, or a fusion without `prefused`.
   """
   form = form or Form()
   gmm.check(x, wi, group_sizes)
@@ -206,9 +231,14 @@ def expert_mlp(
     raise ValueError(f"want wi [G, h, 2 F] and wo [G, F, h], got {wi.shape} and {wo.shape}")
   if weights.shape != x.shape[:1] or weights.dtype != jnp.float32:
     raise ValueError(f"want float32 weights [{x.shape[0]}], got {weights.dtype} {weights.shape}")
+  if not form.prefused and (form.fused_swiglu or form.fused_dswiglu):
+    raise ValueError(
+      "fused_swiglu and fused_dswiglu want gate and up of one product: prefused=True"
+    )
+  columns = wi.shape[2] if form.prefused else wo.shape[1]
   form = dataclasses.replace(
     form,
-    wi_tiles=form.wi_tiles or tiles_lib.good(*wi.shape[1:]),
+    wi_tiles=form.wi_tiles or tiles_lib.good(wi.shape[1], columns),
     wo_tiles=form.wo_tiles or tiles_lib.good(*wo.shape[1:]),
   )
   if form.fused_dswiglu and form.wo_tiles.dlhs.n < wo.shape[1]:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.gmm import gmm, reference, tiled
+from kernels.gmm import bundled, gmm, reference, tiled
 
 _ROWS = 150
 # Rows beyond the sum belong to nobody.
@@ -46,6 +46,25 @@ def _case(name, k=6, n=10):
 def _value_and_pull(lhs, rhs, sizes, grad):
   out, pull = jax.vjp(lambda a, b: gmm.grouped_matmul(a, b, sizes), lhs, rhs)
   return out, *pull(grad)
+
+
+@jax.jit
+def _bundled(lhs, rhs, sizes, grad):
+  op = lambda a, b: bundled.grouped_matmul(a, b, sizes, implementation="interpret")
+  out, pull = jax.vjp(op, lhs, rhs)
+  return out, *pull(grad)
+
+
+@pytest.mark.parametrize("name", list(_SIZES))
+def test_kernel_that_comes_with_jax(name):
+  """No multiple of its tile, rows of nobody that hold NaN, empty groups."""
+  lhs, rhs, sizes, grad, *want = _case(name, 128, 256)
+  got = _bundled(lhs, rhs, sizes, grad)
+  for a, b in zip(got, want, strict=True):
+    assert np.isfinite(a).all() and _rel(a, b) <= 2e-6
+  for rows in got[:2]:
+    np.testing.assert_array_equal(rows[sizes.sum() :], 0)
+  np.testing.assert_array_equal(got[2][sizes == 0], 0)
 
 
 _FORMS = {m.__name__: (jax.jit(m.gmm), jax.jit(m.tgmm)) for m in (reference, tiled)}
