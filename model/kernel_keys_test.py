@@ -12,6 +12,7 @@ from flax import nnx
 
 from kernels.attention import attention as attention_op
 from kernels.attention import flash
+from kernels.base import options as base_options
 from kernels.gmm import gmm
 from kernels.gmm import options as gmm_options
 from model import attention, layers, moe
@@ -178,6 +179,23 @@ def test_prefused_weights():
   _close(got, want, 1e-6)
   # XLA's product on a CPU rounds by its shape.
   _close(_experts(prefuse_moe_weights=True), _experts(), 2e-6)
+
+
+_FUSIBLE = {**_V2, **_EXPLICIT, "prefuse_moe_weights": True}
+_SWIGLU = {"moe_wi_gmm_fused_swiglu": True, "wi_tile_fwd_mlp_dim": 256}
+_ROUTER = {"moe_router_grad_from_wo_input": True}
+_DSWIGLU = {"moe_wo_gmm_fused_dswiglu": True, "wo_tile_dlhs_mlp_dim": 128}
+
+
+@pytest.mark.parametrize("keys", [_SWIGLU, _ROUTER, {**_SWIGLU, **_ROUTER, **_DSWIGLU}])
+def test_fusions(keys):
+  _close(_experts(**{**_FUSIBLE, **keys}), _experts(), 2e-6)
+
+
+def test_tiles_that_do_not_fit_the_experts_are_refused():
+  for keys in ({**_SWIGLU, "wi_tile_fwd_mlp_dim": 1536}, {**_DSWIGLU, "wo_tile_dlhs_mlp_dim": 256}):
+    with pytest.raises(base_options.UserError, match="experts' 128"):
+      _experts(**{**_FUSIBLE, **keys})
 
 
 def test_a_planted_fault_is_caught():

@@ -83,7 +83,7 @@ def _lowered_experts(**changes):
 
   x = jax.ShapeDtypeStruct((1, 1024, config.hidden_size), jnp.bfloat16)
   segments = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
-  traced = jax.jit(jax.grad(loss, argnums=(0, 1))).trace(weights, x, segments)
+  traced = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).trace(weights, x, segments)
   return traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
@@ -105,4 +105,18 @@ def test_keys_of_the_grouped_kernel_reach_it():
   text = _lowered_experts(**keys)
   count = lambda text: text.count('kernel_name = "gmm_drhs"')
   assert (count(_lowered_experts(**_V2)), count(text)) == (3, 2)  # one product of gate and up
-  assert _lowered_experts(**keys, use_gmm_v2_heuristic_tiling=False) != text
+  explicit = {**keys, "use_gmm_v2_heuristic_tiling": False, "wo_tile_dlhs_mlp_dim": 512}
+  plain = _lowered_experts(**explicit)
+  assert plain != text
+  # Fused: the kernels with epilogues in place of the plain ones, and no second product again.
+  fused = _lowered_experts(
+    **explicit,
+    moe_wi_gmm_fused_swiglu=True,
+    moe_wo_gmm_fused_dswiglu=True,
+    moe_router_grad_from_wo_input=True,
+  )
+  assert "gmm_forward_swiglu" in fused and "gmm_dlhs_dswiglu" in fused
+  assert "swiglu" not in plain
+  router = _lowered_experts(**explicit, moe_router_grad_from_wo_input=True)
+  forward = lambda text: text.count('kernel_name = "gmm_forward_none"')
+  assert forward(router) < forward(plain)

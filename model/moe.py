@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from kernels.base import options as options_lib
 from kernels.gmm import bundled, expert_mlp, gmm
+from kernels.gmm import options as gmm_options
 from kernels.moe_dispatch import moe_dispatch
 from model import config as config_lib
 from model import layers, placement
@@ -29,23 +31,35 @@ class Routing(NamedTuple):
 
 
 def form_of(options: config_lib.ModelOptions) -> expert_mlp.Form:
-  """How the experts' MLP runs as one op, with `use_gmm_v2`."""
+  """How the experts' MLP runs as one op; with `use_gmm_v2` by the kernels."""
   return expert_mlp.Form(
-    fused_swiglu=False,
-    router_grad_from_wo_input=False,
-    fused_dswiglu=False,
+    fused_swiglu=options.moe_wi_gmm_fused_swiglu,
+    router_grad_from_wo_input=options.moe_router_grad_from_wo_input,
+    fused_dswiglu=options.moe_wo_gmm_fused_dswiglu,
     prefused=options.prefuse_moe_weights,
-    implementation=options.kernel_implementation,
+    implementation=options.kernel_implementation if options.use_gmm_v2 else "reference",
     wi_tiles=options.tiles("wi"),
     wo_tiles=options.tiles("wo"),
   )
 
 
-def _product_of(options: config_lib.ModelOptions):
-  """The grouped product that is not this repository's kernel: JAX's kernel, or XLA's `ragged_dot`."""
-  if not options.use_tokamax_gmm:
-    return gmm.grouped_matmul
-  return functools.partial(bundled.grouped_matmul, implementation=options.kernel_implementation)
+def plain_rows(
+  options: config_lib.ModelOptions,
+  rows: Float[Array, "M h"],
+  wi: Float[Array, "G h 2F"],
+  wo: Float[Array, "G F h"],
+  group_sizes: Int[Array, " G"],
+) -> Float[Array, "M h"]:
+  """The experts' MLP on rows sorted by expert, of plain products: JAX's kernel or `ragged_dot`."""
+  product = gmm.grouped_matmul
+  if options.use_tokamax_gmm:
+    implementation = options.kernel_implementation
+    product = functools.partial(bundled.grouped_matmul, implementation=implementation)
+  if options.prefuse_moe_weights:
+    gate, up = jnp.split(product(rows, wi, group_sizes), 2, axis=-1)
+  else:
+    gate, up = (product(rows, half, group_sizes) for half in jnp.split(wi, 2, axis=2))
+  return product(jax.nn.silu(gate) * up, wo, group_sizes)
 
 
 class SparseMoe(nnx.Module):
@@ -61,6 +75,8 @@ class SparseMoe(nnx.Module):
 
   def __init__(self, config: config_lib.ModelConfig, options, *, rngs: nnx.Rngs):
     self.config, self.options = config, options
+    if wrong := gmm_options.misfits(options, config.moe_intermediate_size):
+      raise options_lib.UserError("; ".join(wrong))
     hidden, experts = config.hidden_size, config.num_experts
     inner = config.moe_intermediate_size
     common = {"config": config, "options": options, "rngs": rngs}
@@ -116,12 +132,7 @@ class SparseMoe(nnx.Module):
         form = form_of(self.options)
         rows = expert_mlp.expert_mlp(rows, wi, wo, row_weights, plan.group_sizes, form=form)
         return moe_dispatch.sum_rows(rows, plan)
-      product = _product_of(self.options)
-      if self.options.prefuse_moe_weights:
-        gate, up = jnp.split(product(rows, wi, plan.group_sizes), 2, axis=-1)
-      else:
-        gate, up = (product(rows, half, plan.group_sizes) for half in jnp.split(wi, 2, axis=2))
-      rows = product(jax.nn.silu(gate) * up, wo, plan.group_sizes)
+      rows = plain_rows(self.options, rows, wi, wo, plan.group_sizes)
       return moe_dispatch.combine(rows, weights, plan)
 
     wi, wo = self.wi[...].astype(x.dtype), self.wo[...].astype(x.dtype)

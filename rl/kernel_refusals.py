@@ -19,6 +19,8 @@ _GMM = tuple(o.name for o in declared(gmm_options.GmmOptions))
 _MOE = {"model_preset": "35B-A3B", **_KERNELS}
 _V2 = {**_MOE, "use_tokamax_gmm": True, "use_gmm_v2": True}
 _TILED = {**_V2, "use_gmm_v2_heuristic_tiling": False}
+_FUSIBLE = {**_TILED, "prefuse_moe_weights": True}
+_FUSED = ("moe_wi_gmm_fused_swiglu", "moe_wo_gmm_fused_dswiglu")
 
 
 def _changed(settings: Settings, names: tuple[str, ...]) -> set[str]:
@@ -41,6 +43,15 @@ def _misfits(settings: Settings) -> bool:
 def _few_scores(settings: Settings) -> bool:
   queries, keys = _tokens(settings)
   return queries * keys <= attention_options.DENSE_SCORES
+
+
+def _fused_tiles_misfit(settings: Settings) -> bool:
+  model = _preset(settings)
+  if model is None or not model.is_moe:
+    return False
+  return bool(
+    gmm_options.misfits(settings.of(model_config.ModelOptions), model.moe_intermediate_size)
+  )
 
 
 def _preset(settings: Settings) -> model_config.ModelConfig | None:
@@ -136,5 +147,37 @@ KERNEL_RULES = (
     "--use_gmm_v2_heuristic_tiling=false",
     accepted={**_TILED, "wi_tile_fwd_mlp_dim": 2048},
     refused={**_V2, "wi_tile_fwd_mlp_dim": 2048},
+  ),
+  Rule(
+    name="fused-epilogues-need-explicit-tiles",
+    keys=(*_FUSED, "use_gmm_v2", "prefuse_moe_weights", "use_gmm_v2_heuristic_tiling"),
+    broken=lambda s: (
+      any(getattr(s, name) for name in _FUSED)
+      and not (s.use_gmm_v2 and s.prefuse_moe_weights and not s.use_gmm_v2_heuristic_tiling)
+    ),
+    reason="an epilogue belongs to this repository's kernel, on gate and up side by side, with tiles "
+    "that are known; add --use_tokamax_gmm, --use_gmm_v2, --prefuse_moe_weights and "
+    "--use_gmm_v2_heuristic_tiling=false",
+    accepted={**_FUSIBLE, "moe_wi_gmm_fused_swiglu": True},
+    refused={**_TILED, "moe_wi_gmm_fused_swiglu": True},
+  ),
+  Rule(
+    name="fused-tiles-fit-experts",
+    keys=(*_FUSED, "wi_tile_fwd_mlp_dim", "wo_tile_dlhs_mlp_dim", "model_preset", "checkpoint"),
+    broken=_fused_tiles_misfit,
+    reason="half of wi_tile_fwd_mlp_dim holds whole gate columns (the experts' size, or a multiple "
+    "of 128 that divides it), and a router-weight gradient wants the whole row: "
+    "wo_tile_dlhs_mlp_dim is the experts' size",
+    accepted={**_FUSIBLE, "moe_wo_gmm_fused_dswiglu": True, "wo_tile_dlhs_mlp_dim": 512},
+    refused={**_FUSIBLE, "moe_wo_gmm_fused_dswiglu": True},
+  ),
+  Rule(
+    name="router-gradient-needs-gmm-v2",
+    keys=("moe_router_grad_from_wo_input", "use_gmm_v2", "use_tokamax_gmm"),
+    broken=lambda s: s.moe_router_grad_from_wo_input and not (s.use_gmm_v2 and s.use_tokamax_gmm),
+    reason="it is a part of the experts' op that these two choose; add --use_tokamax_gmm and "
+    "--use_gmm_v2",
+    accepted={**_V2, "moe_router_grad_from_wo_input": True},
+    refused={**_MOE, "moe_router_grad_from_wo_input": True},
   ),
 )

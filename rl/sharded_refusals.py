@@ -22,9 +22,6 @@ _MOE = (
   "ragged_buffer_factor",
   "retry_when_tokens_dropped",
   "ragged_unsort_spread_masked_indices",
-  "moe_wi_gmm_fused_swiglu",
-  "moe_router_grad_from_wo_input",
-  "moe_wo_gmm_fused_dswiglu",
   "fp8_moe_fake_quant",
   "fp8_moe_fake_quant_hoist",
   "moe_fp8_token_all_gather",
@@ -160,17 +157,6 @@ SHARDED_RULES = (
     reason="there is no rounding to move; add --fp8_moe_fake_quant",
     accepted={**_CELL, **_FP8, "fp8_moe_fake_quant_hoist": True},
     refused={**_CELL, **_RING, "fp8_moe_fake_quant_hoist": True},
-  ),
-  Rule(
-    name="fused-experts-need-kernels",
-    keys=("moe_wi_gmm_fused_swiglu", "moe_wo_gmm_fused_dswiglu", "kernel_implementation"),
-    broken=lambda s: (
-      s.kernel_implementation == "reference"
-      and (s.moe_wi_gmm_fused_swiglu or s.moe_wo_gmm_fused_dswiglu)
-    ),
-    reason="plain JAX has no epilogues to put them in; add --kernel_implementation=auto",
-    accepted={**_CELL, "kernel_implementation": "auto", "moe_wi_gmm_fused_swiglu": True},
-    refused={**_CELL, "moe_wo_gmm_fused_dswiglu": True},
   ),
   Rule(
     name="moe-options-need-moe",

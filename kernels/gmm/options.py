@@ -58,6 +58,20 @@ class GmmOptions:
     help="The experts' gate and up projections, which are stored side by side, are one product; "
     "false for two.",
   )
+  moe_wi_gmm_fused_swiglu: bool = options.option(
+    False,
+    help="The experts' first product applies silu(gate) * up to its float32 sums; the backward pass "
+    "computes gate and up again.",
+  )
+  moe_router_grad_from_wo_input: bool = options.option(
+    False,
+    help="The gradient of a row's router weight from the gradient of the second product's input, "
+    "so that the backward pass does not run that product again.",
+  )
+  moe_wo_gmm_fused_dswiglu: bool = options.option(
+    False,
+    help="The second product's input gradient becomes that of gate and up in its own kernel.",
+  )
   wi_tile_fwd_batch_seq: int = _tile("wi_tile_fwd_batch_seq")
   wi_tile_fwd_embed_dim: int = _tile("wi_tile_fwd_embed_dim")
   wi_tile_fwd_mlp_dim: int = _tile("wi_tile_fwd_mlp_dim")
@@ -85,3 +99,20 @@ class GmmOptions:
       name: tuple(getattr(self, f"{which}_tile_{name}_{dim}") for dim in _DIMS) for name in _PASSES
     }
     return tiles_lib.PassTiles.from_dims(which, **sizes)
+
+
+def misfits(given: GmmOptions, expert_dim: int) -> list[str]:
+  """What of the fusions' tiles does not fit experts of `expert_dim`: one text each."""
+  out = []
+  half = given.wi_tile_fwd_mlp_dim // 2
+  if given.moe_wi_gmm_fused_swiglu and (expert_dim % half or (half % 128 and half != expert_dim)):
+    out.append(
+      f"wi_tile_fwd_mlp_dim={given.wi_tile_fwd_mlp_dim} with moe_wi_gmm_fused_swiglu: want twice the"
+      f" experts' {expert_dim}, or twice a multiple of 128 that divides it"
+    )
+  if given.moe_wo_gmm_fused_dswiglu and given.wo_tile_dlhs_mlp_dim != expert_dim:
+    out.append(
+      f"wo_tile_dlhs_mlp_dim={given.wo_tile_dlhs_mlp_dim} with moe_wo_gmm_fused_dswiglu: want one"
+      f" tile, the experts' {expert_dim}"
+    )
+  return out

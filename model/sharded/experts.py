@@ -114,13 +114,13 @@ def _run(cell: Cell, tokens, experts, weights, wi, wo):
   )
   rows = checkpoint_name(moe_dispatch.dispatch(tokens, plan), "moe_x_sorted")
   row_weights = moe_dispatch.dispatch_weights(weights, plan).astype(jnp.float32)
-  form = expert_mlp.Form(
-    fused_swiglu=options.moe_wi_gmm_fused_swiglu,
-    router_grad_from_wo_input=options.moe_router_grad_from_wo_input,
-    fused_dswiglu=options.moe_wo_gmm_fused_dswiglu,
-    implementation=cell.implementation,
-  )
-  rows = expert_mlp.expert_mlp(rows, wi, wo, row_weights, plan.group_sizes, form=form)
+  model = cell.model_options
+  if model.use_tokamax_gmm and not model.use_gmm_v2:
+    rows = moe.plain_rows(model, rows, wi, wo, plan.group_sizes)
+    rows = (rows.astype(jnp.float32) * row_weights[:, None]).astype(tokens.dtype)
+  else:
+    form = moe.form_of(model)
+    rows = expert_mlp.expert_mlp(rows, wi, wo, row_weights, plan.group_sizes, form=form)
   out = moe_dispatch.sum_rows(rows, plan)
   if ring:
     out = collectives.sum_tokens(out, axes, options.moe_fp8_bwd_dispatch)

@@ -45,7 +45,8 @@ def attention(
   q, gate = query_and_gate[..., :dim], query_and_gate[..., dim:]
   k = checkpoint_name(module.k_proj(x), "key_proj").reshape(batch, length, groups, dim)
   v = checkpoint_name(module.v_proj(x), "value_proj").reshape(batch, length, groups, dim)
-  q = layers.rotate(module.q_norm(q), ids.cos, ids.sin)
+  factor, scale = attention_lib.query_factors(dim, cell.model_options)
+  q = layers.rotate(module.q_norm(q, factor), ids.cos, ids.sin)
   k = layers.rotate(module.k_norm(k), ids.cos, ids.sin)
   k, v = (lax.all_gather(a, CONTEXT, axis=1, tiled=True) for a in (k, v))
   out = attention_op.attention(
@@ -56,8 +57,9 @@ def attention(
     kv_segment_ids=ids.key_segment_ids,
     q_positions=ids.positions,
     kv_positions=ids.key_positions,
-    scale=dim**-0.5,
+    scale=scale,
     implementation=cell.implementation,
+    given=cell.model_options,
   )
   out = (out * jax.nn.sigmoid(gate)).reshape(batch, length, heads * dim)
   out = module.o_proj(checkpoint_name(out, "attention_out"))

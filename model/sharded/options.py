@@ -81,20 +81,6 @@ class ShardedOptions:
     help="Pairs that a rank's buffer does not hold name rows spread over it instead of row 0, so "
     "that a gather does not read one row over and over.",
   )
-  moe_wi_gmm_fused_swiglu: bool = options.option(
-    False,
-    help="The experts' first product applies silu(gate) * up to its float32 sums; the backward pass "
-    "computes gate and up again.",
-  )
-  moe_router_grad_from_wo_input: bool = options.option(
-    False,
-    help="The gradient of a row's router weight from the gradient of the second product's input, "
-    "so that the backward pass does not run that product again.",
-  )
-  moe_wo_gmm_fused_dswiglu: bool = options.option(
-    False,
-    help="The second product's input gradient becomes that of gate and up in its own kernel.",
-  )
   fp8_moe_fake_quant: bool = options.option(
     False,
     help="Routed expert weights are rounded to the e4m3 grid in the forward pass, one scale per "
