@@ -26,7 +26,7 @@ class LearnerOptions:
     optimizer: AdamW.
     mesh: Devices as text, fsdp x expert x context; None for one device.
     sharded: How the model crosses the mesh.
-    replay_routed_experts: Whether tokens go to the experts that the sampler used.
+    router_replay: Whether tokens go to the experts that the sampler used.
   """
 
   loss: config.LossOptions
@@ -35,7 +35,7 @@ class LearnerOptions:
   optimizer: config.OptimizerOptions
   mesh: str | None = None
   sharded: ShardedOptions = ShardedOptions()
-  replay_routed_experts: bool = False
+  router_replay: bool = False
 
 
 @functools.lru_cache(maxsize=8)
@@ -148,7 +148,7 @@ class Learner:
       values,
       options.batch,
       with_old_logprobs=source == "batch",
-      with_routed_experts=options.replay_routed_experts,
+      with_routed_experts=options.router_replay,
     )
     if self._layout is not None:
       batches = [placed.place_batch(b, self._layout) for b in batches]

@@ -186,7 +186,7 @@ def test_one_temperature_and_one_routing_on_both_sides(tmp_path):
   train(
     f"--output_dir={tmp_path}",
     "--temperature=0.5",
-    "--replay_routed_experts",
+    "--router_replay",
     "--warmup_steps=0",
     "--max_steps=2",
     f"--save_rollouts={saved}",
@@ -352,7 +352,7 @@ def test_trajectory_longer_than_a_row_is_named_before_anything_is_trained(whole,
   assert not (tmp_path / "o").exists()
   short = [f"--rollouts={where / 'rollouts.jsonl'}", f"--output_dir={tmp_path / 'o'}"]
   with pytest.raises(options.UserError, match="no trajectory carries routed_experts; leave"):
-    setup.build(settings_of(*short, "--warmup_steps=0", "--replay_routed_experts"))
+    setup.build(settings_of(*short, "--warmup_steps=0", "--router_replay"))
   assert not (tmp_path / "o").exists()
 
 

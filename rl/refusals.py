@@ -180,11 +180,23 @@ BATCH_RULES = (
 
 MODEL_RULES = (
   Rule(
+    name="gate-logits-need-experts",
+    keys=("float32_gate_logits", "dtype", "model_preset", "checkpoint"),
+    broken=lambda s: (
+      s.float32_gate_logits
+      and (s.dtype == "float32" or (s.checkpoint is None and _dense(s.model_preset)))
+    ),
+    reason="a dense model has no router, and in float32 its logits are float32 anyway; leave "
+    "--float32_gate_logits out",
+    accepted={"float32_gate_logits": True, "model_preset": "tiny_moe", "dtype": "bfloat16"},
+    refused={"float32_gate_logits": True, "model_preset": "tiny_moe", "dtype": "float32"},
+  ),
+  Rule(
     name="fallback-needs-replay",
-    keys=("moe_fallback_topk_capacity", "replay_routed_experts"),
-    broken=lambda s: s.moe_fallback_topk_capacity > 0 and not s.replay_routed_experts,
-    reason="without replayed routing every token goes through top-k; add --replay_routed_experts",
-    accepted={"moe_fallback_topk_capacity": 128, "replay_routed_experts": True},
+    keys=("moe_fallback_topk_capacity", "router_replay"),
+    broken=lambda s: s.moe_fallback_topk_capacity > 0 and not s.router_replay,
+    reason="without replayed routing every token goes through top-k; add --router_replay",
+    accepted={"moe_fallback_topk_capacity": 128, "router_replay": True},
     refused={"moe_fallback_topk_capacity": 128},
   ),
 )
@@ -293,20 +305,19 @@ RUN_RULES = (
   ),
   Rule(
     name="replay-needs-recorded-routing",
-    keys=("replay_routed_experts", "loss"),
-    broken=lambda s: s.replay_routed_experts and s.loss == "sft",
+    keys=("router_replay", "loss"),
+    broken=lambda s: s.router_replay and s.loss == "sft",
     reason="demonstrations were sampled by no model, so they carry no experts to replay",
-    accepted={"replay_routed_experts": True},
-    refused={"replay_routed_experts": True, "loss": "sft"},
+    accepted={"router_replay": True},
+    refused={"router_replay": True, "loss": "sft"},
   ),
   Rule(
     name="replay-needs-experts",
-    keys=("replay_routed_experts", "model_preset", "checkpoint"),
-    broken=lambda s: s.replay_routed_experts and s.checkpoint is None and _dense(s.model_preset),
-    reason="a dense model routes nothing; leave --replay_routed_experts out or take a preset with "
-    "experts",
-    accepted={"replay_routed_experts": True, "model_preset": "tiny_moe"},
-    refused={"replay_routed_experts": True, "model_preset": "tiny"},
+    keys=("router_replay", "model_preset", "checkpoint"),
+    broken=lambda s: s.router_replay and s.checkpoint is None and _dense(s.model_preset),
+    reason="a dense model routes nothing; leave --router_replay out or take a preset with experts",
+    accepted={"router_replay": True, "model_preset": "tiny_moe"},
+    refused={"router_replay": True, "model_preset": "tiny"},
   ),
 )
 

@@ -139,7 +139,7 @@ class SamplerOptions:
   stop_ids: tuple[int, ...] = option(
     (), help="Token ids that end a completion; empty for the tokenizer's.", minimum=0
   )
-  replay_routed_experts: bool = option(
+  router_replay: bool = option(
     False,
     help="The trainer routes each sampled token to the experts that the sampler used (router "
     "replay).",

@@ -115,7 +115,7 @@ class Setup:
         optimizer=self.settings.of(config.OptimizerOptions),
         mesh=self.settings.mesh,
         sharded=self.settings.of(ShardedOptions),
-        replay_routed_experts=self.settings.replay_routed_experts,
+        router_replay=self.settings.router_replay,
       ),
       params,
     )
@@ -225,13 +225,13 @@ def build(settings: options.Settings) -> Setup:
       routing=trajectory.Routing(
         layers=model.num_hidden_layers, top_k=model.num_experts_per_tok, experts=model.num_experts
       )
-      if settings.replay_routed_experts
+      if settings.router_replay
       else None,
     )
-    if settings.replay_routed_experts and all(t.routed_experts is None for t in found):
+    if settings.router_replay and all(t.routed_experts is None for t in found):
       raise options.UserError(
         f"--rollouts={run.rollouts}: no trajectory carries routed_experts; leave "
-        "--replay_routed_experts out, or record them with it"
+        "--router_replay out, or record them with it"
       )
     # Now, not at the step that meets it after hours of others.
     packing.refuse_longer([t.num_tokens for t in found], batch.row_tokens, [t.name for t in found])
@@ -254,7 +254,7 @@ def build(settings: options.Settings) -> Setup:
       model_options,
       settings.of(run_config.SamplerOptions),
       text.stop_ids,
-      with_routed_experts=settings.replay_routed_experts,
+      with_routed_experts=settings.router_replay,
     )
   if not recorded:
     if settings.loss != "sft":

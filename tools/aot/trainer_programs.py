@@ -70,7 +70,7 @@ def lower(
   per_segment = lambda dtype: struct((rows, batch_options.max_segments_per_row), dtype)
   recorded = loss.loss != "sft" and not loss.force_on_policy_ratio
   penalty = loss.loss != "sft" and loss.reference_policy_kl_penalty > 0
-  replay = getattr(settings, "replay_routed_experts", False)
+  replay = getattr(settings, "router_replay", False)
   batch = packing.PackedBatch(
     tokens=per_token(jnp.int32),
     segment_ids=per_token(jnp.int32),
