@@ -31,6 +31,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 _DEFAULT_BLOCK = 8192
+_LANES = 256
+# Chunks of the forward pass that one of the backward pass holds.
+_BACKWARD_CHUNKS = 4
 
 
 def logprob_head(
@@ -45,7 +48,7 @@ def logprob_head(
   """Log-prob of each target and entropy of each distribution.
 
   Peak extra memory is about three float32 arrays of [token_chunk, vocab_block], and in the backward
-  pass one float32 copy of the hidden states' gradient.
+  pass four of [4 * token_chunk, vocab_block] and one float32 copy of the hidden states' gradient.
 
   Args:
     hidden: States after the final norm, float32 or bfloat16.
@@ -54,8 +57,8 @@ def logprob_head(
       its own dtype.
     targets: Token ids in [0, V).
     temperature: Logits are divided by it; above 0.
-    token_chunk: Tokens per chunk.
-    vocab_block: Rows of the table per block; None for a divisor of V near 8,192, or 8,192.
+    token_chunk: Tokens per chunk; the backward pass takes four chunks at a time.
+    vocab_block: Rows of the table per block; None for 8,192 or a divisor of V near it.
 
   Returns:
     `(logprobs, entropies)`, float32 [N], in nats.  Both carry gradients to `hidden` and `table`.
@@ -84,8 +87,12 @@ def _validate(hidden, table, targets, temperature, token_chunk, vocab_block) -> 
 
 
 def _choose_block(vocab: int) -> int:
-  """The largest divisor of the vocabulary in [2048, 8192], else 8192: no ragged last block."""
-  for block in range(min(_DEFAULT_BLOCK, vocab), 2047, -1):
+  """The largest divisor of the vocabulary in [4096, 8192] that fills a TPU's arrays, else 8192.
+
+  A last block that starts early costs less than products of which every tile's edge is waste: the
+  published vocabulary's divisor 7,760 is no multiple of 128.
+  """
+  for block in range(min(_DEFAULT_BLOCK, vocab) // _LANES * _LANES, 4095, -_LANES):
     if vocab % block == 0:
       return block
   return min(_DEFAULT_BLOCK, vocab)
@@ -121,17 +128,24 @@ def _logits(x: jax.Array, rows: jax.Array, temperature: float) -> jax.Array:
   return z if temperature == 1.0 else z / temperature
 
 
-def _dot_float32(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-  """Product of a float32 `a` with `b`, accurate in float32 whatever b's dtype."""
-  dims = (((contract[0],), (contract[1],)), ((), ()))
+def _twice(b: jax.Array) -> jax.Array:
+  """The right operand of `_dot_float32`, which needs it once for each part of the left one."""
+  return b if b.dtype == jnp.float32 else jnp.concatenate([b, b], axis=0)
+
+
+def _dot_float32(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+  """Product over an axis of a float32 `a` with the rows of `b`, accurate in float32.
+
+  A bfloat16 `b` comes `_twice`: high and low parts of `a` are one product of twice the length, so
+  that its result, which may be large, crosses memory once.
+  """
+  dims = (((axis,), (0,)), ((), ()))
   if b.dtype == jnp.float32:
     return lax.dot_general(a, b, dims, precision=lax.Precision.HIGHEST)
   # reduce_precision, not a cast there and back, which a compiler may drop.
   high = lax.reduce_precision(a, exponent_bits=8, mantissa_bits=7)
-  dot = lambda part: lax.dot_general(
-    part.astype(jnp.bfloat16), b, dims, preferred_element_type=jnp.float32
-  )
-  return dot(high) + dot(a - high)
+  parts = jnp.concatenate([high.astype(jnp.bfloat16), (a - high).astype(jnp.bfloat16)], axis=axis)
+  return lax.dot_general(parts, b, dims, preferred_element_type=jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -182,6 +196,8 @@ def _head_forward(hidden, table, targets, temperature, chunk, block):
 
 def _head_backward(temperature, chunk, block, residuals, cotangents):
   hidden, table, targets, lse, mean = residuals
+  # A block's gradient crosses memory once a chunk.
+  chunk = min(_BACKWARD_CHUNKS * chunk, max(1, hidden.shape[0]))
   dlogp, dentropy = (c.astype(jnp.float32) for c in cotangents)
   vocab, width = table.shape
   starts, firsts = _blocks(vocab, block)
@@ -193,6 +209,7 @@ def _head_backward(temperature, chunk, block, residuals, cotangents):
     dhidden, dtable = carry
     start, first = where
     rows = lax.dynamic_slice_in_dim(table, start, block).astype(hidden.dtype)
+    rows_twice = _twice(rows)
     ids = start + columns
 
     def one_chunk(drows, inputs):
@@ -205,8 +222,8 @@ def _head_backward(temperature, chunk, block, residuals, cotangents):
         dz = jnp.where(ids >= first, dz, 0.0)
       if temperature != 1.0:
         dz /= temperature
-      dx += _dot_float32(dz, rows, (1, 0))
-      drows += _dot_float32(dz, x, (0, 0))
+      dx += _dot_float32(dz, rows_twice, 1)
+      drows += _dot_float32(dz, _twice(x), 0)
       return drows, dx
 
     drows, dhidden = lax.scan(
