@@ -29,8 +29,8 @@ _DENSE = dataclasses.replace(
 _SHORT = dataclasses.replace(
   model_config.preset("tiny_moe"), num_hidden_layers=1, full_attention_interval=1
 )
-# Widths that fill a TPU's lanes.
-_WIDE = dataclasses.replace(_SHORT, hidden_size=128, moe_intermediate_size=128)
+# Widths that fill a TPU's lanes, experts as wide as those of the preset in `table.EXPERTS`.
+_WIDE = dataclasses.replace(_SHORT, hidden_size=128, moe_intermediate_size=512)
 
 
 def _batch(replayed: model_config.ModelConfig | None) -> packing.PackedBatch:

@@ -34,7 +34,15 @@ SMALL: dict[str, Any] = {
 }
 RING = {"custom_mesh_and_rule": "cp-as-ep", "use_ring_of_experts": True}
 BALANCED = {"context_parallel_attention_load_balance": True}
-KERNELS = {"kernel_implementation": "auto"}
+EXPERTS = {
+  "kernel_implementation": "auto",
+  "model_preset": "35B-A3B",
+  "use_tokamax_gmm": True,
+  "use_gmm_v2": True,
+  "use_gmm_v2_heuristic_tiling": False,
+  "prefuse_moe_weights": True,
+  "wo_tile_dlhs_mlp_dim": 512,
+}
 CUSTOM = {"remat_policy": "custom", "decoder_layer_input": "offload"}
 REPLAY = {"router_replay": True}
 NO_CP = {**RING, "custom_mesh_and_rule": "cp-as-ep-dense-no-cp"}
@@ -238,7 +246,8 @@ KEYS = (
   Key(
     name="moe_wi_gmm_fused_swiglu",
     platform="tpu",
-    base=KERNELS,
+    base=EXPERTS,
+    refused={"use_gmm_v2": False},
     promise="R",
     evidence="the first product's kernel has the activation in it",
     probe=count(r"gmm_forward_swiglu"),
@@ -247,7 +256,8 @@ KEYS = (
   Key(
     name="moe_router_grad_from_wo_input",
     platform="tpu",
-    base=KERNELS,
+    base=EXPERTS,
+    refused={"use_gmm_v2": False},
     promise="S",
     evidence="fewer forward products: the second is not replayed",
     probe=count(r"gmm_forward_none"),
@@ -256,7 +266,8 @@ KEYS = (
   Key(
     name="moe_wo_gmm_fused_dswiglu",
     platform="tpu",
-    base=KERNELS,
+    base=EXPERTS,
+    refused={"use_gmm_v2": False},
     promise="R",
     evidence="the second product's gradient kernel has the activation's in it",
     probe=count(r"gmm_dlhs_dswiglu"),
