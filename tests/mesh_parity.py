@@ -137,9 +137,9 @@ def alone(config, model_options: ModelOptions, params, batches) -> Step:
 
 
 def _zeros(functions, weights, one):
-  """Sums of no micro-batch, so that a test compiles one program of two."""
+  """Sums of no micro-batch, so that a test compiles one program of two; on the host."""
   shapes = jax.eval_shape(functions.first_micro_batch, weights, one)
-  return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
 
 
 def on_mesh(
@@ -153,7 +153,8 @@ def on_mesh(
   again = options.retry_when_tokens_dropped
   functions = make(options, discard_overflowing=again)
   programs = train_step.compile_programs(functions)
-  state = mesh_step.init_state(jax.tree.map(jnp.copy, params), OPTIMIZER, plan)
+  # From the host: to cut an array that lies on a device takes a program for each.
+  state = mesh_step.init_state(jax.device_get(params), OPTIMIZER, plan)
   batches = [jax.device_put(b, plan.batch(b)) for b in batches]
   sums = _zeros(functions, state.weights, batches[0])
   sums = jax.device_put(sums, plan.sums(sums))

@@ -46,7 +46,12 @@ def model_of(settings: options.Settings) -> model_config.ModelConfig:
 
 
 def make_problem(
-  settings: options.Settings, *, steps: int, lengths: synthetic.Lengths, routing: synthetic.Routing
+  settings: options.Settings,
+  *,
+  steps: int,
+  lengths: synthetic.Lengths,
+  routing: synthetic.Routing,
+  config: model_config.ModelConfig | None = None,
 ) -> Problem:
   """Draws rows and random advantages, and records old log-probs once from the reference.
 
@@ -55,11 +60,12 @@ def make_problem(
     steps: Steps of the comparison.
     lengths: Lengths of segments.
     routing: Routed experts to replay, so that both runs route alike.
+    config: A model in place of the one that the settings name, with random weights.
 
   Raises:
     options.UserError: A file is missing, or routing is asked of a dense model.
   """
-  config = model_of(settings)
+  config = config or model_of(settings)
   batch = settings.of(rl_config.BatchOptions)
   model_options = settings.of(model_config.ModelOptions)
   if settings.checkpoint:
@@ -86,7 +92,7 @@ def make_problem(
     for number in range(steps)
   ]
   programs = _programs(config, settings)
-  weights = _state(params, settings, model_options).weights
+  weights = _state(config, params, settings, model_options).weights
   recorded = tuple(
     tuple(_with_old(b, programs.log_probs(weights, b).logprobs) for b in batches)
     for batches in made
@@ -127,8 +133,12 @@ def _layout(config: model_config.ModelConfig, settings: options.Settings) -> pla
   return placed.layout_of(config, model_options, settings.mesh, settings.of(ShardedOptions))
 
 
-def _state(params: Any, settings: options.Settings, model_options: model_config.ModelOptions):
-  config = model_of(settings)
+def _state(
+  config: model_config.ModelConfig,
+  params: Any,
+  settings: options.Settings,
+  model_options: model_config.ModelOptions,
+):
   abstract = api.abstract_params(config, model_options)
   state = optimizer.init_state(
     jax.tree.map(jnp.copy, params),
@@ -154,7 +164,8 @@ def run(
   """
   layout = _layout(problem.config, settings)
   programs = _programs(problem.config, settings)
-  state = _state(problem.params, settings, settings.of(model_config.ModelOptions))
+  model_options = settings.of(model_config.ModelOptions)
+  state = _state(problem.config, problem.params, settings, model_options)
   rows = len(problem.steps[0][0].tokens)
   order = np.arange(rows) if row_order is None else np.asarray(row_order)
   back = np.argsort(order)
