@@ -49,7 +49,17 @@ def read(path: str | os.PathLike[str], flag: str) -> Iterator[tuple[str, Any]]:
         raise UserError(f"{name} is no JSON: {message} at column {error.colno}") from None
       except (ValueError, RecursionError) as error:  # A number too long, brackets too deep.
         raise UserError(f"{name} is no JSON that can be read: {error}") from None
+      if b"\\ud" in data.lower() and _has_half_a_pair(value):
+        raise UserError(f"{name} holds half of a surrogate pair (\\ud800 to \\udfff): no text")
       yield name, value
+
+
+def _has_half_a_pair(value: Any) -> bool:
+  try:
+    json.dumps(value, ensure_ascii=False).encode("utf-8")
+  except UnicodeEncodeError:
+    return True
+  return False
 
 
 def require_file(path: str | os.PathLike[str], flag: str) -> None:

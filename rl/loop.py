@@ -39,6 +39,8 @@ from rl import (
 
 _WARMUP, _POLICY = "warmup", "policy"
 _DEFAULT_STEPS = 100
+# One update that is not finite may be an accident; as many in a row are not.
+_MOST_SKIPPED = 10
 # Options that may differ on resume: they do not shape the weights of a step.
 _FREE = frozenset(
   "recipe output_dir resume allow_config_change max_steps checkpoint_every keep_checkpoints export "
@@ -64,6 +66,8 @@ class Preemption:
       if self.requested:  # A second Ctrl-C does not wait for the step.
         raise KeyboardInterrupt
       print("\nstopping after this step; Ctrl-C again stops at once, unsaved", flush=True)
+    else:
+      print("stopping after this step", flush=True)
     self.requested = signal.Signals(number).name
 
   def close(self) -> None:
@@ -94,6 +98,8 @@ class Loop:
     self._pending: collections.deque[list[trajectory.Trajectory]] = collections.deque()
     self._saved: tuple[int, int] | None = None
     self._told_staleness = False
+    self._skipped = 0  # Updates skipped in a row.
+    self._updated = False  # Whether this process has made an update.
     self.total_steps = self._total_steps()
 
   def _total_steps(self) -> int:
@@ -178,10 +184,6 @@ class Loop:
     if given is None:
       return
     path = pathlib.Path(setup.user_path(given))
-    if path.suffix.lower() not in rollouts.SUFFIXES:
-      raise options.UserError(
-        f"--save_rollouts={given}: want a file name that ends in {' or '.join(rollouts.SUFFIXES)}"
-      )
     # Metrics are there when an earlier start of this very run was killed before its checkpoint.
     own = (self.parts.output_dir / "metrics.jsonl").exists()
     if path.exists() and path.stat().st_size and not own:
@@ -212,6 +214,8 @@ class Loop:
       finished = self._warm_up() and self._train()
       self._save()
       self._store.wait()
+      if self._skipped and not self._updated:
+        raise self._not_finite()
       if not finished:
         self._say(
           f"stopped by {self._preemption.requested}; saved to {self.parts.output_dir}; the same "
@@ -222,6 +226,25 @@ class Loop:
     finally:
       self._preemption.close()
       self._store.close()
+
+  def _count_skipped(self, metrics: dict[str, float], say: Callable[[str], None]) -> None:
+    """Says that an update was skipped, once in a row, and stops a run that makes none any more."""
+    if metrics["update_applied"]:
+      self._skipped, self._updated = 0, True
+      return
+    self._skipped += 1
+    if self._skipped == 1:
+      say("note: loss or gradients are not finite; the update was skipped, the weights kept")
+    if self._skipped == _MOST_SKIPPED:
+      raise self._not_finite()
+
+  def _not_finite(self) -> options.UserError:
+    given = self._settings.checkpoint
+    start = f"the weights of --checkpoint={given}, " if given else ""
+    return options.UserError(
+      f"the last {self._skipped} updates were skipped, since loss or gradients were not finite; look "
+      f"at {start}the batch's log-probs, or a lower --learning_rate"
+    )
 
   @property
   def weights(self) -> Any:
@@ -267,6 +290,7 @@ class Loop:
       reached = probability >= settings.warmup_target
       log.write({"step": step, **metrics})
       progress.update(step, loss=metrics["loss"], p_demonstration=probability)
+      self._count_skipped(metrics, progress.say)
       if settings.checkpoint_every and step % settings.checkpoint_every == 0 and not reached:
         self._save()
     progress.close()
@@ -316,6 +340,7 @@ class Loop:
         return False
       metrics, done = self._one_step(scores, writer, progress)
       log.write(self._step, metrics)
+      self._count_skipped(metrics, progress.say)
       if settings.checkpoint_every and self._step % settings.checkpoint_every == 0:
         self._save()
     progress.close()

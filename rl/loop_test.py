@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from unittest import mock
 
 # Read when JAX is imported, here and in the processes below.  Most of the time goes into compiling
 # the three programs: less optimised code will do, and what one process compiled the others read.
@@ -460,14 +461,59 @@ def test_a_recipe_is_chosen_by_what_a_flag_file_holds(tmp_path, monkeypatch):
 def test_a_recording_replaces_no_file_of_the_users(tmp_path):
   precious = tmp_path / "precious.jsonl"
   precious.write_text("mine\n")
-  for path, said in ((precious, "exists"), (tmp_path / "x.txt", "ends in .jsonl or .parquet")):
-    training = loop.Loop(
-      setup.build(settings_of(f"--output_dir={tmp_path / 'run'}", f"--save_rollouts={path}")),
-      say=lambda text: None,
-    )
-    with pytest.raises(options.UserError, match=said):
-      training.run()
+  build = lambda path, where: setup.build(
+    settings_of(f"--output_dir={tmp_path / where}", f"--save_rollouts={path}")
+  )
+  with pytest.raises(options.UserError, match="exists"):
+    loop.Loop(build(precious, "run"), say=lambda text: None).run()
   assert precious.read_text() == "mine\n"
+  for path, said in (
+    (tmp_path / "x.txt", "ends in .jsonl or .parquet"),
+    (tmp_path / "no" / "x.jsonl", "the directory .*no does not exist; make it"),
+  ):
+    with pytest.raises(options.UserError, match=said):
+      build(path, "other")
+  assert not (tmp_path / "other").exists()
+
+
+def test_a_refused_start_leaves_no_folder(tmp_path):
+  (tmp_path / "taken.jsonl").write_text("mine\n")
+  flags = [f"--output_dir={tmp_path / 'o'}", f"--save_rollouts={tmp_path / 'taken.jsonl'}"]
+  with pytest.raises(options.UserError, match="exists"):
+    report.train_and_report(settings_of(*flags), started=0.0)
+  assert not (tmp_path / "o").exists()
+
+
+def test_a_run_that_updates_nothing_is_an_error(tmp_path):
+  parts = setup.build(settings_of(f"--output_dir={tmp_path}", "--warmup_steps=0", "--max_steps=2"))
+  broken = jax.tree.map(lambda a: a * np.nan, parts.initial_params())
+  said = []
+  with mock.patch.object(setup.Setup, "initial_params", return_value=broken):
+    with pytest.raises(options.UserError, match="last 2 updates were skipped.*not finite"):
+      loop.Loop(parts, say=said.append).run()
+  assert steps(tmp_path / "metrics.jsonl") == [1, 2]
+
+
+def test_what_the_machine_cannot_hold_is_refused(tmp_path):
+  with pytest.raises(options.UserError, match="397,000,000,000 parameters take at least 5,916 GiB"):
+    setup._refuse_what_does_not_fit(397_000_000_000, 397_000_000_000)
+  with mock.patch.object(setup.os, "sysconf", return_value=1 << 10):
+    with pytest.raises(options.UserError, match="take at least .* a smaller model"):
+      setup.build(settings_of(f"--output_dir={tmp_path / 'o'}"))
+  assert not (tmp_path / "o").exists()
+
+
+def test_problems_that_cannot_be_asked_are_named_before_training(tmp_path):
+  lines = [json.dumps({"prompt": f"{i:02d}", "answer": "1"}) for i in range(60)]
+  flags = [f"--output_dir={tmp_path / 'o'}", "--task=json_lines"]
+  for place, line, said in (
+    (6, {"prompt": "9" * 99, "answer": "1"}, "line 7: the prompt has 99 tokens, want 1 to"),
+    (9, {"prompt": "9", "answer": "1" * 99}, "line 10: the answer has 99 tokens, more than"),
+  ):
+    (tmp_path / "p.jsonl").write_text("\n".join([*lines[:place], json.dumps(line), *lines]))
+    with pytest.raises(options.UserError, match=said):
+      setup.build(settings_of(*flags, f"--prompts={tmp_path / 'p.jsonl'}"))
+  assert not (tmp_path / "o").exists()
 
 
 def test_output_directories_are_new_ones_and_relative_to_the_caller(tmp_path, monkeypatch):

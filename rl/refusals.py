@@ -295,6 +295,22 @@ RUN_RULES = (
     refused={"rollouts": "rollouts.jsonl", "save_rollouts": "again.jsonl"},
   ),
   Rule(
+    name="checkpoint-is-its-own-shape",
+    keys=("checkpoint", "model_preset"),
+    broken=lambda s: s.checkpoint is not None and s.model_preset != "tiny_moe",
+    reason="a checkpoint's config.json says its shape; leave --model_preset out",
+    accepted={"checkpoint": "model"},
+    refused={"checkpoint": "model", "model_preset": "tiny"},
+  ),
+  Rule(
+    name="resume-needs-a-directory",
+    keys=("resume", "output_dir"),
+    broken=lambda s: s.resume == "must" and s.output_dir is None,
+    reason="without --output_dir a run gets a new directory, which holds no checkpoint",
+    accepted={"resume": "must", "output_dir": "run"},
+    refused={"resume": "must"},
+  ),
+  Rule(
     name="recorded-rollouts-have-no-warm-up",
     keys=("rollouts", "warmup_steps"),
     broken=lambda s: s.rollouts is not None and s.warmup_steps > 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import time
 
 from kernels.base import options
@@ -25,8 +26,12 @@ def train_and_report(settings: options.Settings, started: float) -> int:
   parts = setup.build(settings)
   training = loop.Loop(parts)
   print(_introduction(parts, training.total_steps), flush=True)
-  if not training.run():
-    return 0
+  try:
+    if not training.run():
+      return 0
+  except options.UserError:
+    _remove_if_empty(parts.output_dir)
+    raise
   rows = [
     (_label(r["step"], settings), r)
     for r in metrics_log.read(parts.output_dir / "evaluations.jsonl")
@@ -43,6 +48,14 @@ def train_and_report(settings: options.Settings, started: float) -> int:
   print(_places(parts, exported, _plot(parts)))
   print(f"took {time.monotonic() - started:.0f} s; {_next_steps(parts, exported)}", flush=True)
   return 0
+
+
+def _remove_if_empty(directory: pathlib.Path) -> None:
+  """Removes folders in which a refused start has left no file."""
+  inside = sorted(directory.rglob("*"), reverse=True)
+  if all(path.is_dir() for path in inside):
+    for path in (*inside, directory):
+      path.rmdir()
 
 
 def _introduction(parts: setup.Setup, steps: int) -> str:
@@ -63,10 +76,15 @@ def _introduction(parts: setup.Setup, steps: int) -> str:
       f"{settings.warmup_target:g} (at most {settings.warmup_steps})"
     )
   source = parts.source
-  lines.append(
-    f"  {2 if settings.warmup_steps else 1}. {settings.loss}: {steps} steps of "
-    f"{source.prompts} problems x {source.generations} samples, reward alone"
-  )
+  number = 2 if settings.warmup_steps else 1
+  if settings.loss == "sft":
+    count = source.prompts * source.generations
+    lines.append(f"  {number}. sft: {steps} steps of {count} demonstrations; nothing is sampled")
+  else:
+    lines.append(
+      f"  {number}. {settings.loss}: {steps} steps of {source.prompts} problems x "
+      f"{source.generations} samples, reward alone"
+    )
   lines.append(
     f"scores are on held-out problems; training sees {parts.task.train_size or 'endless'} others"
   )

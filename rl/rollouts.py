@@ -25,6 +25,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -46,6 +47,24 @@ REQUIRED = (
 OPTIONAL = ("old_logprobs", "truncated", "policy_version", "routed_experts", "step")
 # How alike an unknown name must be to a known one to count as a slip.
 _SLIP = 0.85
+
+
+def require_writable(path: str, flag: str) -> None:
+  """Checks that rollouts can be written to a path, before there are any.
+
+  Raises:
+    options.UserError: Another ending, or a directory that is not there or cannot be written.
+  """
+  place = pathlib.Path(path)
+  if place.suffix.lower() not in SUFFIXES:
+    raise UserError(f"--{flag}={path}: want a file name that ends in {' or '.join(SUFFIXES)}")
+  if place.is_dir():
+    raise UserError(f"--{flag}={path}: is a directory; give a file")
+  if not place.parent.is_dir() or not os.access(place.parent, os.W_OK):
+    wrong = "cannot be written" if place.parent.is_dir() else "does not exist"
+    raise UserError(
+      f"--{flag}={path}: the directory {place.parent} {wrong}; make it, or name another file"
+    )
 
 
 def read(

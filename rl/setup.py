@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 import pathlib
 from typing import Any
@@ -209,7 +210,7 @@ def build(settings: options.Settings) -> Setup:
   model = _model(directory, run)
   model_options = settings.of(model_config.ModelOptions).for_checkpoint(directory)
   layout = placed.layout_of(model, model_options, settings.mesh, settings.of(ShardedOptions))
-  _refuse_to_train_nothing(model, model_options, settings.of(config.OptimizerOptions))
+  trained = _trained(model, model_options, settings.of(config.OptimizerOptions))
   text = tokenizer.load(directory, system_prompt=settings.system_prompt, stop_ids=settings.stop_ids)
   if text.vocab_size > model.vocab_size and run.rollouts is None:
     raise options.UserError(
@@ -249,6 +250,7 @@ def build(settings: options.Settings) -> Setup:
       held_out_prompts=user_path(settings.held_out_prompts),
       verifier_command=settings.verifier_command,
     )
+    _refuse_long_problems(made_task, text, settings)
     local = _local_sampler(
       model,
       model_options,
@@ -272,6 +274,9 @@ def build(settings: options.Settings) -> Setup:
       generations=batch.generations_per_prompt or 16,
       seed=run.seed,
     )
+  if run.save_rollouts is not None:
+    rollouts.require_writable(user_path(run.save_rollouts), "save_rollouts")
+  _refuse_what_does_not_fit(count_params(model), trained)
   # Last, so that what is refused leaves no empty directory.
   name = "recorded" if recorded else settings.task.replace(":", "-")
   output_dir = output_directory(run.output_dir, f"{name}-seed{run.seed}")
@@ -305,13 +310,52 @@ def _model(directory: str | None, run: run_config.RunOptions) -> model_config.Mo
     raise options.UserError(f"--checkpoint={run.checkpoint}: {error}") from None
 
 
-def _refuse_to_train_nothing(
+def _trained(
   model: model_config.ModelConfig,
   model_options: model_config.ModelOptions,
   chosen: config.OptimizerOptions,
+) -> int:
+  """Number of trained parameters; a mask that matches none is named before anything is loaded."""
+  params = api.abstract_params(model, model_options)
+  mask = optimizer.trainable_mask(params, chosen)
+  return sum(math.prod(p.shape) for p in jax.tree.leaves(optimizer.select(params, mask)))
+
+
+def _refuse_long_problems(
+  chosen: task.Task, text: tokenizer.Tokenizer, settings: options.Settings
 ) -> None:
-  """Names a mask that matches no parameter before anything is loaded or compiled."""
-  optimizer.trainable_mask(api.abstract_params(model, model_options), chosen)
+  """Names a problem of a file that could not be asked, now and not at the step that draws it."""
+  for problem in chosen.file_problems():
+    length = len(text.prompt(problem.question))
+    if not 0 < length <= settings.max_prompt_tokens:
+      raise options.UserError(
+        f"{problem.name}: the prompt has {length} tokens, want 1 to --max_prompt_tokens="
+        f"{settings.max_prompt_tokens}; raise it, or leave the line out"
+      )
+    if not chosen.exact:
+      continue
+    length = len(text.encode(problem.answer))
+    if length > settings.max_completion_tokens:
+      raise options.UserError(
+        f"{problem.name}: the answer has {length} tokens, more than --max_completion_tokens="
+        f"{settings.max_completion_tokens}, so no completion can equal it; raise it, or leave the "
+        "line out"
+      )
+
+
+def _refuse_what_does_not_fit(params: int, trained: int) -> None:
+  """Compares what training keeps with the memory there is, on a CPU: the system would kill it."""
+  if jax.devices()[0].platform != "cpu":
+    return
+  # Weights; of those trained the moments and the sum of gradients.  A mesh of CPUs is one machine.
+  need = 4 * params + 12 * trained
+  have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+  if need > have:
+    raise options.UserError(
+      f"{params:,} parameters take at least {need / 2**30:,.0f} GiB in training (weights, moments and "
+      f"gradients in float32), this machine has {have / 2**30:,.0f}; take a smaller model, or "
+      "//tools:aot_compile to see what this one takes on a TPU slice"
+    )
 
 
 def load_exported(parts: Setup, path: pathlib.Path) -> Any:

@@ -21,6 +21,7 @@ from model.config import ModelConfig
 from rl import optimizer
 from rl.config import OptimizerOptions
 from rl.optimizer import TrainState
+from rl.packing import PackedBatch
 from rl.train_step import Accumulators, StepFunctions
 
 Tree = Any

@@ -192,7 +192,10 @@ def main(
     settings = parse(argv, components, rules=rules, positionals=positionals)
     if settings.check_only:
       changed = settings.changed
-      print(f"accepted: {len(changed)} of {len(settings.options)} options differ from the default")
+      print(
+        f"accepted: {len(changed)} of {len(settings.options)} options differ from the default; files, "
+        "devices and memory are judged when it starts"
+      )
       sys.exit(0)
     status = run(settings)
   except options.OptionError as error:

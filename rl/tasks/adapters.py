@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import importlib
 import multiprocessing
+import sys
 from typing import Any
 
 from kernels.base import options
@@ -25,8 +26,9 @@ def _import(module: str, distribution: str, chosen: str) -> Any:
     return importlib.import_module(module)
   except ImportError:
     raise options.UserError(
-      f"--task={chosen} needs the package {distribution}, which is not installed; run "
-      f"`pip install {distribution}` in this Python, or choose a built-in task"
+      f"--task={chosen} needs the package {distribution}, which is not installed here; run `python3 "
+      f"-m pip install --target=DIR {distribution}` with a Python {sys.version_info[0]}."
+      f"{sys.version_info[1]} and start with PYTHONPATH=DIR, or choose a built-in task"
     ) from None
 
 
@@ -104,6 +106,8 @@ class MathVerifyTask(json_lines.JsonLinesTask):
   """Prompts from a file, judged by mathematical equality of the answers (math-verify)."""
 
   name = "math_verify"
+
+  exact = False
 
   def __init__(self, path: str, held_out_path: str | None = None):
     """As `JsonLinesTask`; starts the worker process on first use."""

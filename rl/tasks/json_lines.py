@@ -7,9 +7,11 @@ hash of the prompt, is held out, so that equal prompts fall on one side.
 from __future__ import annotations
 
 import json
+import math
 import os
 import pathlib
 import shlex
+import shutil
 import subprocess
 
 from kernels.base import options
@@ -41,9 +43,13 @@ def read_problems(path: str | pathlib.Path, flag: str = "prompts") -> list[task.
     texts = {}
     for key in ("prompt", "answer"):
       value = entry.get(key)
-      if isinstance(value, bool) or not isinstance(value, (str, int, float)) or value == "":
+      finite = not isinstance(value, float) or math.isfinite(value)
+      if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not finite:
         have = ", ".join(entry) or "none"
-        raise options.UserError(f"{where}: want a text under {key!r}; keys given: {have}")
+        found = f"found {json.dumps(value):.40}" if key in entry else f"keys given: {have}"
+        raise options.UserError(f"{where}: want a text or a number under {key!r}; {found}")
+      if value == "":
+        raise options.UserError(f"{where}: the text under {key!r} is empty")
       texts[key] = str(value)
     problems.append(
       task.Problem(
@@ -51,6 +57,7 @@ def read_problems(path: str | pathlib.Path, flag: str = "prompts") -> list[task.
         texts["answer"],
         demonstration=str(entry.get("demonstration", texts["answer"])),
         detail=entry,
+        name=where,
       )
     )
   if not problems:
@@ -88,9 +95,13 @@ class JsonLinesTask(task.Task):
       self._train = [p for p, held in zip(problems, side) if not held]
       if not self._train or not self._held_out:
         raise options.UserError(
-          f"{path}: its {len(problems)} problems are too few to hold some out (one in "
-          f"{_HELD_OUT_OF}, by a hash of the prompt); give a second file with --held_out_prompts"
+          f"{path}: its {len({p.question for p in problems})} different prompts are too few to "
+          f"hold some out (one in {_HELD_OUT_OF}, by a hash of the prompt); give a second file with "
+          "--held_out_prompts"
         )
+
+  def file_problems(self) -> list[task.Problem]:
+    return [*self._train, *self._held_out]
 
   @property
   def held_out_size(self) -> int:
@@ -134,11 +145,20 @@ class CommandTask(JsonLinesTask):
   """
 
   name = "command"
+  exact = False
 
   def __init__(self, path: str, command: str, held_out_path: str | None = None):
     """As `JsonLinesTask`, with the command line of the verifier."""
     super().__init__(path, held_out_path)
     self._command = shlex.split(command)
+    directory = os.environ.get("BUILD_WORKING_DIRECTORY", os.getcwd())
+    program = self._command[0] if self._command else ""
+    # A name with a slash is seen from where the command was typed, as when it runs.
+    found = os.path.join(directory, program) if "/" in program else program
+    if shutil.which(found) is None:
+      raise options.UserError(
+        f"--verifier_command={command}: there is no program {program!r}; give one that can be run"
+      )
 
   def score(self, problem: task.Problem, completion: str) -> float:
     entry = {**problem.detail, "prompt": problem.question, "answer": problem.answer}
@@ -153,11 +173,23 @@ class CommandTask(JsonLinesTask):
         timeout=_VERIFIER_SECONDS,
         check=True,
       )
+    except subprocess.TimeoutExpired:
+      raise self._wrong(f"printed nothing in {_VERIFIER_SECONDS:g} s") from None
+    except subprocess.CalledProcessError as error:
+      last = error.stderr.strip().splitlines()[-1:] or ["no message"]
+      raise self._wrong(f"ended with status {error.returncode} ({last[0]:.200})") from None
+    except OSError as error:
+      raise self._wrong(f"cannot be run ({error.strerror})") from None
+    try:
       reward = float(done.stdout.strip())
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-      raise options.UserError(f"--verifier_command={shlex.join(self._command)}: {error}") from None
+    except ValueError:
+      raise self._wrong(f"printed {done.stdout.strip()!r:.80}") from None
     if not 0.0 <= reward <= 1.0:
-      raise options.UserError(
-        f"--verifier_command={shlex.join(self._command)}: printed {reward}, want 0 to 1"
-      )
+      raise self._wrong(f"printed {reward}")
     return reward
+
+  def _wrong(self, found: str) -> options.UserError:
+    return options.UserError(
+      f"--verifier_command={shlex.join(self._command)}: {found}; want one number from 0 to 1 on "
+      "standard output, and status 0"
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -21,12 +22,14 @@ class Problem:
     answer: The right answer, in the form that the verifier compares with.
     demonstration: A completion that scores 1, for supervised warm-up; None where none is known.
     detail: Whatever else the task's verifier needs.
+    name: What messages call it: the line of its file; empty where there is none.
   """
 
   question: str
   answer: str
   demonstration: str | None = None
   detail: Any = None
+  name: str = ""
 
 
 class Task(abc.ABC):
@@ -34,9 +37,15 @@ class Task(abc.ABC):
 
   Attributes:
     name: Name on the command line.
+    exact: Whether a completion scores by being equal to the answer.
   """
 
   name: str
+  exact = True
+
+  def file_problems(self) -> Sequence[Problem]:
+    """All problems of a task that reads them from a file, to be checked before training."""
+    return ()
 
   @property
   def held_out_size(self) -> int | None:

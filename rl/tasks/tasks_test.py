@@ -97,9 +97,13 @@ def test_json_lines(tmp_path):
     ([], "holds no problem"),
     (["", "  "], "holds no problem"),
     (['{"prompt": "a", "answer": "b"}', "{oops"], "line 2 is no JSON: Expecting"),
-    (['{"prompt": "a"}'], "line 1: want a text under 'answer'"),
+    (['{"prompt": "a"}'], "line 1: want a text or a number under 'answer'; keys given: prompt"),
+    (['{"prompt": "a", "answer": null}'], "line 1: want a text .* under 'answer'; found null"),
+    (['{"prompt": "a", "answer": NaN}'], "line 1: want a text .* under 'answer'; found NaN"),
+    (['{"prompt": "\\ud800", "answer": "b"}'], "line 1 holds half of a surrogate pair"),
+    (['{"prompt": "a", "answer": "b"}'] * 9, "its 1 different prompts are too few"),
     (['["a", "b"]'], "line 1: want an object"),
-    (['{"prompt": "", "answer": "b"}'], "line 1: want a text under 'prompt'"),
+    (['{"prompt": "", "answer": "b"}'], "line 1: the text under 'prompt' is empty"),
   ],
 )
 def test_json_lines_mistakes_are_named(tmp_path, lines, message):
@@ -136,9 +140,16 @@ def test_command_verifier(tmp_path):
   made = registry.make("command", prompts=prompts, verifier_command=f"{sys.executable} {script}")
   problem = made.train_problem(0, 0)
   assert made.score(problem, "7") == 1.0 and made.score(problem, "8") == 0.0
-  script.write_text("print('seven')\n")
-  with pytest.raises(options.UserError, match="verifier_command"):
-    made.score(problem, "7")
+  for text, said in (
+    ("print('seven')", "printed 'seven'; want one number from 0 to 1"),
+    ("print(7)", "printed 7.0; want one number"),
+    ("raise SystemExit('no such rule')", r"ended with status 1 \(no such rule\); want one number"),
+  ):
+    script.write_text(text + "\n")
+    with pytest.raises(options.UserError, match=said):
+      made.score(problem, "7")
+  with pytest.raises(options.UserError, match="there is no program './absent'"):
+    registry.make("command", prompts=prompts, verifier_command="./absent now")
 
 
 @pytest.mark.parametrize(
@@ -147,7 +158,7 @@ def test_command_verifier(tmp_path):
 )
 def test_adapters_say_what_to_install(tmp_path, name, distribution):
   prompts = _write(tmp_path / "p.jsonl", ['{"prompt": "a", "answer": "b"}'])
-  with pytest.raises(options.UserError, match=f"pip install {distribution}"):
+  with pytest.raises(options.UserError, match=f"--target=DIR {distribution}`.* PYTHONPATH=DIR"):
     registry.make(name, prompts=prompts)
 
 

@@ -1,6 +1,6 @@
 """Decode throughput of the local sampler, and its growth with the context.
 
-    ./bazelw run //tools:bench_decode -- --preset=tiny_moe
+    ./bazelw run //tools:bench_decode -- --model_preset=tiny_moe
 
 Two tables: tokens a second for several batch sizes, end to end through `LocalSampler`; and the time
 of a decoding step after contexts of several lengths, of the whole model and of one Gated DeltaNet
@@ -17,13 +17,14 @@ import time
 
 from kernels.base import cli, options
 from kernels.base.options import option
+from model import config as model_config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchOptions:
   """What is measured."""
 
-  preset: str = option("tiny_moe", help="Model preset.")
+  model_preset: str = option("tiny_moe", help="Model preset.", check=model_config.check_preset)
   dtype: str = option("float32", help="Type of activations.", choices=("float32", "bfloat16"))
   batches: tuple[int, ...] = option((1, 16, 64), help="Batch sizes.", minimum=1)
   new_tokens: int = option(128, help="Tokens each request completes.", minimum=2)
@@ -39,10 +40,9 @@ def throughput(settings: options.Settings, batch: int) -> float:
   """Tokens a second of `batch` requests side by side, without the compilation."""
   import numpy as np
 
-  from model import config as model_config
   from rl import run_config, sampler
 
-  config = model_config.preset(settings.preset)
+  config = model_config.preset(settings.model_preset)
   how = model_config.ModelOptions(dtype=settings.dtype)
   weights = random_weights(settings)
   local = sampler.LocalSampler(
@@ -78,11 +78,10 @@ def random_weights(settings: options.Settings):
   import numpy as np
 
   from model import api
-  from model import config as model_config
 
   rng = np.random.default_rng(0)
   shapes = api.abstract_params(
-    model_config.preset(settings.preset), model_config.ModelOptions(dtype=settings.dtype)
+    model_config.preset(settings.model_preset), model_config.ModelOptions(dtype=settings.dtype)
   )
   draw = lambda a: jnp.asarray(0.02 * rng.standard_normal(a.shape, np.float32), a.dtype)
   return jax.tree.map(draw, shapes)
@@ -102,9 +101,8 @@ def step_times(settings: options.Settings) -> dict[int, tuple[float, float]]:
 
   from kernels.gdn import gdn
   from model import api
-  from model import config as model_config
 
-  config = model_config.preset(settings.preset)
+  config = model_config.preset(settings.model_preset)
   how = model_config.ModelOptions(dtype=settings.dtype)
   weights = random_weights(settings)
   batch, capacity, steps = 16, max(settings.contexts) + 72, 64
@@ -160,7 +158,7 @@ def run(settings: options.Settings) -> int:
   """Prints both tables, and writes their numbers where asked."""
   os.chdir(os.environ.get("BUILD_WORKING_DIRECTORY", "."))
   numbers: dict[str, dict[int, float]] = {"tokens_per_second": {}, "step_ms": {}, "gdn_step_ms": {}}
-  print(f"{settings.preset}, {settings.dtype}, {settings.new_tokens} new tokens a request")
+  print(f"{settings.model_preset}, {settings.dtype}, {settings.new_tokens} new tokens a request")
   print(f"{'batch':>8}{'tokens/s':>12}{'ms a token':>12}")
   for batch in settings.batches:
     rate = throughput(settings, batch)

@@ -23,7 +23,7 @@ def test_a_relative_path_is_seen_from_where_the_command_was_typed(tmp_path, monk
 def test_both_tables_are_measured(tmp_path, capsys):
   path = tmp_path / "numbers.json"
   values = {
-    "preset": "tiny",
+    "model_preset": "tiny",
     "batches": (2,),
     "new_tokens": 4,
     "prompt_tokens": 4,

@@ -150,7 +150,7 @@ def _dispatch(work: Workload) -> Component | None:
   # Sort: read bfloat16, write the dispatch dtype; un-sort: read and reduce; the residual.
   touched = k * hidden * (2 + inward) + k * hidden * 2 + 3 * hidden * 2
   hbm = touched * (ELEMENTWISE_PASSES + work.replay) * dims.num_hidden_layers * work.chip_tokens
-  return Component(name="MoE dispatch", hbm=hbm, wire=wire)
+  return Component(name="MoE dispatch", hbm=hbm, wire=wire, dtype=work.dispatch_dtype)
 
 
 def _shared(work: Workload) -> Component | None:

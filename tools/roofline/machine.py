@@ -52,7 +52,10 @@ class Grid:
       inside[axis] = math.gcd(left, size)
       left //= inside[axis]
     if left != 1:
-      raise ValueError(f"axes {self.sizes} do not fill chips of {self.chip.devices} devices")
+      mesh = " x ".join(f"{name} {size}" for name, size in self.sizes.items())
+      raise ValueError(
+        f"a mesh of {mesh} does not fill chips of {self.chip.devices} devices; make one axis even"
+      )
     return inside
 
   @functools.cached_property

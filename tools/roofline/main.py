@@ -20,6 +20,11 @@ def _preset_fault(text: str) -> str | None:
   return None if text.lower() in _PRESETS else f"want one of {', '.join(model_config.PRESETS)}"
 
 
+def _plot_fault(name: str) -> str | None:
+  endings = (".png", ".pdf", ".svg")
+  return None if name.lower().endswith(endings) else f"want a name in {', '.join(endings)}"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RooflineOptions:
   """The workload, the machine and what to write."""
@@ -74,7 +79,9 @@ class RooflineOptions:
     None, help="A step time to give throughput and MFU for.", minimum=1e-9
   )
   json: str | None = options.option(None, help="File to write everything to as JSON.")
-  plot: str | None = options.option(None, help="PNG file to write the bar chart to.")
+  plot: str | None = options.option(
+    None, help="File to write the bar chart to: .png, .pdf or .svg.", check=_plot_fault
+  )
 
 
 RULES = (

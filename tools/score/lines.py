@@ -80,6 +80,10 @@ def read(path: pathlib.Path, vocab_size: int, checkpoint: pathlib.Path) -> list[
       raise options.UserError(f"{where}: no JSON ({error})") from None
     if not isinstance(record, dict):
       raise options.UserError(f"{where}: want a JSON object, found {type(record).__name__}")
+    if taken := {"logprobs", "entropy"} & record.keys():
+      raise options.UserError(
+        f'{where}: has "{min(taken)}" already, which is what is written here; rename that key'
+      )
     if "tokens" not in record:
       if not isinstance(record.get("text"), str):
         raise options.UserError(f'{where}: want "tokens" (a list of ids) or "text" (a string)')

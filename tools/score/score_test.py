@@ -276,6 +276,7 @@ def test_text(checkpoint, tmp_path):
     ('{"tokens": [1]} {"tokens": [2]}', "no JSON"),
     ("[1, 2]", "want a JSON object, found list"),
     ("{}", 'want "tokens"'),
+    ('{"tokens": [1], "logprobs": [0]}', 'has "logprobs" already'),
     ('{"text": 3}', 'want "tokens"'),
     ('{"tokens": "1 2"}', "want at least one token"),
     ('{"tokens": []}', "want at least one token"),
