@@ -52,6 +52,8 @@ def _grouped(
     ("wo weight gradient", "tgmm", mlp, embed),
   ):
     tile_k, tile_n = min(tiles[1], k), min(tiles[2], n)
+    # Their weight gradients want the rows' transpose, which is a pass over memory before the kernel.
+    turned = ", left side turned beforehand" if kind == "tgmm" else ""
     rows = _ROWS_OF_ONE_TILE if kind != "tgmm" and tile_k == k else experts.rows
     out.append(
       KernelCase(
@@ -68,7 +70,7 @@ def _grouped(
         kernel="tgmm" if kind == "tgmm" else "gmm",
         flops=2.0 * rows * k * n,
         bytes=2.0 * (rows * (k + n) + k * n),
-        part=f"{rows:,} of {experts.rows:,} rows of 1 of {experts.local} experts",
+        part=f"{rows:,} of {experts.rows:,} rows of 1 of {experts.local} experts{turned}",
       )
     )
   return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import resource
 import shutil
 from collections.abc import Sequence
 from typing import Any
@@ -42,6 +43,8 @@ class Row:
     spills: Registers spilled.
     bundles: VLIW bundles of code.
     compile_s: Seconds of the compile.
+    cpu_s: CPU seconds of the compiling process, its start and lowering too: what one free core would
+      take, however busy the machine was.
     note: What to know of the figures, or an empty string.
     error: Why there is no profile at all, or an empty string.
   """
@@ -59,6 +62,7 @@ class Row:
   spills: int = 0
   bundles: int = 0
   compile_s: float = 0.0
+  cpu_s: float = 0.0
   note: str = ""
   error: str = ""
 
@@ -159,7 +163,7 @@ def profile_case(
 
 def _with_size(row: Row, full: Row) -> Row:
   """The row with another compile's size and seconds."""
-  taken = ("vmem_mib", "spills", "bundles", "compile_s")
+  taken = ("vmem_mib", "spills", "bundles", "compile_s", "cpu_s")
   return dataclasses.replace(row, **{name: getattr(full, name) for name in taken})
 
 
@@ -216,6 +220,7 @@ def _compile(case: KernelCase, directory: str, time_limit: float, *, simulate: b
     flags = [f"--xla_jf_dump_to={schedules}", "--xla_jf_dump_llo_text=true"]
   if simulate:
     flags.append(f"--xla_jf_dump_static_llo_profile_to={profiles}")
+  before = _children_cpu()
   try:
     result = compiler.compile_program(
       compiler.Request(
@@ -232,23 +237,29 @@ def _compile(case: KernelCase, directory: str, time_limit: float, *, simulate: b
       raise compiler.ProgramError(f"the compiler refused the program: {result.verdict.detail}")
     seconds = result.stages["compiled"] - result.stages["lowered"]
     text = result.hlo.read_text()
+    cpu = _children_cpu() - before
     if case.program:
-      return program_row(case, text, seconds)
+      return dataclasses.replace(program_row(case, text, seconds), cpu_s=cpu)
     found = schedule.read(
       text,
       case.kernel,
       schedule.read_cycles(profiles) if simulate else None,
       schedules,
     )
-    return make_row(case, found, seconds)
+    return dataclasses.replace(make_row(case, found, seconds), cpu_s=cpu)
   finally:
     for folder in (out, profiles, schedules):
       shutil.rmtree(folder, ignore_errors=True)
 
 
+def _children_cpu() -> float:
+  used = resource.getrusage(resource.RUSAGE_CHILDREN)
+  return used.ru_utime + used.ru_stime
+
+
 HEADINGS = (
   *("kernel", "GFLOP", "MiB", "static cycles", "floor us", "static us", "ratio", "of peak"),
-  *("VMEM MiB", "spills", "bundles", "compile s"),
+  *("VMEM MiB", "spills", "bundles", "compile s", "CPU s"),
 )
 
 
@@ -257,7 +268,7 @@ def cells(row: Row) -> list[str]:
   sizes = [row.name, f"{row.gflop:.1f}", f"{row.mib:.1f}"]
   if row.error:
     reason = row.error.splitlines()[0][:90]
-    return [*sizes, f"none: {reason}", f"{row.floor_us:.0f}", *[""] * 7]
+    return [*sizes, f"none: {reason}", f"{row.floor_us:.0f}", *[""] * 8]
   known = lambda text: text if row.ratio else "-"
   return [
     *sizes,
@@ -265,7 +276,7 @@ def cells(row: Row) -> list[str]:
     f"{row.floor_us:.0f}",
     *(known(f"{row.static_us:.0f}"), known(f"{row.ratio:.2f}"), known(f"{row.peak:.0%}")),
     *((f"{row.vmem_mib:.1f}", str(row.spills), f"{row.bundles:,}") if row.bundles else "---"),
-    f"{row.compile_s:.0f}" if row.compile_s else "-",
+    *(f"{seconds:.0f}" if seconds else "-" for seconds in (row.compile_s, row.cpu_s)),
   ]
 
 
