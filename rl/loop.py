@@ -98,6 +98,7 @@ class Loop:
     self._pending: collections.deque[list[trajectory.Trajectory]] = collections.deque()
     self._saved: tuple[int, int] | None = None
     self._told_staleness = False
+    self._told_nothing_valid = False
     self._skipped = 0  # Updates skipped in a row.
     self._updated = False  # Whether this process has made an update.
     self.total_steps = self._total_steps()
@@ -238,6 +239,22 @@ class Loop:
     if self._skipped == _MOST_SKIPPED:
       raise self._not_finite()
 
+  def _tell_nothing_valid(self, metrics: dict[str, float], say: Callable[[str], None]) -> None:
+    """Says once why a step whose every token is masked trains nothing."""
+    if metrics.get("num_valid_tokens") != 0 or self._told_nothing_valid:
+      return
+    self._told_nothing_valid = True
+    gated, overlong = metrics["num_error_gated_samples"], metrics["num_overlong_samples"]
+    text = "note: every token of this step is masked, so that it trains nothing"
+    if gated:
+      text += (
+        f"; {gated:.0f} samples for log-probs that are not the sampler's "
+        "(--seq_logprob_error_threshold): start from the model that sampled them"
+      )
+    if overlong:
+      text += f"; {overlong:.0f} for having been cut (--overlong_filtering)"
+    say(text)
+
   def _not_finite(self) -> options.UserError:
     given = self._settings.checkpoint
     start = f"the weights of --checkpoint={given}, " if given else ""
@@ -341,6 +358,7 @@ class Loop:
       metrics, done = self._one_step(scores, writer, progress)
       log.write(self._step, metrics)
       self._count_skipped(metrics, progress.say)
+      self._tell_nothing_valid(metrics, progress.say)
       if settings.checkpoint_every and self._step % settings.checkpoint_every == 0:
         self._save()
     progress.close()

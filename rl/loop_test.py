@@ -134,6 +134,15 @@ def test_recorded_rollouts_of_the_run_make_the_same_updates(whole, tmp_path):
       assert a[name] == b[name]
 
 
+def test_a_step_that_trains_nothing_says_why(whole, tmp_path, capsys):
+  where, _, _ = whole
+  flags = [f"--rollouts={where / 'rollouts.jsonl'}", f"--output_dir={tmp_path}", "--max_steps=2"]
+  # Random weights, not those that sampled.
+  train(*flags, "--recipe=sort", "--warmup_steps=0", "--seq_logprob_error_threshold=1.0001")
+  said = [line for line in capsys.readouterr().err.splitlines() if "trains nothing" in line]
+  assert len(said) == 1 and "start from the model that sampled them" in said[0], said
+
+
 def test_other_options_are_refused_on_resume_unless_asked(whole, tmp_path):
   train(f"--output_dir={tmp_path}", "--max_steps=1")
   with pytest.raises(options.UserError) as error:
