@@ -22,7 +22,7 @@ from tools.bench import synthetic  # noqa: E402
 from tools.numerics import gates, runs  # noqa: E402
 
 REFERENCE = {
-  "model_preset": "tiny_moe",
+  "model_preset": "35B-A3B",  # for the refusals; `CONFIG` is the model
   "row_tokens": cell_128.TOKENS,
   "micro_batch_rows": cell_128.ROWS,
   "num_micro_batches": 2,
