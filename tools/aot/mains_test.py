@@ -52,7 +52,7 @@ def test_diff_of_a_report_and_a_text(tmp_path, capsys):
   [
     (("fsdp",), None, "name:size"),
     (("fsdp:0",), None, "name:size"),
-    (("fsdp:3", "expert:1"), None, "do not fill chips"),
+    (("fsdp:3", "expert:1"), None, "does not fill chips"),
     ((), "32x2", "fsdp x expert x context"),
   ],
 )
