@@ -167,8 +167,8 @@ def _interleaved_rotation(x, cos, sin):
   return jnp.concatenate([pairs.reshape(*x.shape[:-1], 2 * half), x[..., 2 * half :]], axis=-1)
 
 
-def _plain_norm(x, scale, eps):
-  return scale * x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + eps)
+def _plain_norm(x, scale, eps, factor=1.0):
+  return factor * scale * x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + eps)
 
 
 def _l2(eps_inside, eps_outside=0.0, mean=False):
