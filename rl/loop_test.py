@@ -1,6 +1,5 @@
 """Whole small runs: in this process where nothing must die, in another one where it must."""
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -444,29 +443,6 @@ def test_the_first_ctrl_c_waits_for_the_step_and_the_second_does_not():
     preemption.close()
 
 
-def test_recipes_parse_and_are_overridden_by_later_flags():
-  for name in recipes.RECIPES:
-    argv = recipes.expand(["trainer", f"--recipe={name}", "--entropy_bonus=0.125"])
-    settings = cli.parse(argv, trainer_options.COMPONENTS, rules=refusals.RULES, environ={})
-    assert settings.entropy_bonus == 0.125
-  assert recipes.choose(["trainer"]) == "sort"
-  assert recipes.choose(["trainer", "--checkpoint", "x"]) == "finetune"
-  assert recipes.choose(["trainer", "--rollouts=x", "--checkpoint=y"]) == "recorded"
-  assert recipes.choose(["trainer", "--rollouts=x", "--recipe=add"]) == "add"
-
-
-def test_a_recipe_is_chosen_by_what_a_flag_file_holds(tmp_path, monkeypatch):
-  (tmp_path / "my.flags").write_text("--checkpoint=/x\n--learning_rate=0.5\n")
-  monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(tmp_path))
-  for argv in (["--flagfile=my.flags"], ["--flagfile", "my.flags"]):
-    expanded = recipes.expand(["trainer", *argv])
-    settings = cli.parse(expanded, trainer_options.COMPONENTS, rules=refusals.RULES)
-    assert settings.max_steps == 20 and settings.learning_rate == 0.5
-  with pytest.raises(options.OptionError, match="none.flags"):
-    expanded = recipes.expand(["trainer", "--flagfile=none.flags"])
-    cli.parse(expanded, trainer_options.COMPONENTS, rules=refusals.RULES)
-
-
 def test_a_recording_replaces_no_file_of_the_users(tmp_path):
   precious = tmp_path / "precious.jsonl"
   precious.write_text("mine\n")
@@ -485,14 +461,6 @@ def test_a_recording_replaces_no_file_of_the_users(tmp_path):
   assert not (tmp_path / "other").exists()
 
 
-def test_a_refused_start_leaves_no_folder(tmp_path):
-  (tmp_path / "taken.jsonl").write_text("mine\n")
-  flags = [f"--output_dir={tmp_path / 'o'}", f"--save_rollouts={tmp_path / 'taken.jsonl'}"]
-  with pytest.raises(options.UserError, match="exists"):
-    report.train_and_report(settings_of(*flags), started=0.0)
-  assert not (tmp_path / "o").exists()
-
-
 def test_a_run_that_updates_nothing_is_an_error(tmp_path):
   parts = setup.build(settings_of(f"--output_dir={tmp_path}", "--warmup_steps=0", "--max_steps=2"))
   broken = jax.tree.map(lambda a: a * np.nan, parts.initial_params())
@@ -501,34 +469,3 @@ def test_a_run_that_updates_nothing_is_an_error(tmp_path):
     with pytest.raises(options.UserError, match="last 2 updates were skipped.*not finite"):
       loop.Loop(parts, say=said.append).run()
   assert steps(tmp_path / "metrics.jsonl") == [1, 2]
-
-
-def test_what_the_machine_cannot_hold_is_refused(tmp_path):
-  with pytest.raises(options.UserError, match="397,000,000,000 parameters take at least 5,916 GiB"):
-    setup._refuse_what_does_not_fit(397_000_000_000, 397_000_000_000)
-  with mock.patch.object(setup.os, "sysconf", return_value=1 << 10):
-    with pytest.raises(options.UserError, match="take at least .* a smaller model"):
-      setup.build(settings_of(f"--output_dir={tmp_path / 'o'}"))
-  assert not (tmp_path / "o").exists()
-
-
-def test_problems_that_cannot_be_asked_are_named_before_training(tmp_path):
-  lines = [json.dumps({"prompt": f"{i:02d}", "answer": "1"}) for i in range(60)]
-  flags = [f"--output_dir={tmp_path / 'o'}", "--task=json_lines"]
-  for place, line, said in (
-    (6, {"prompt": "9" * 99, "answer": "1"}, "line 7: the prompt has 99 tokens, want 1 to"),
-    (9, {"prompt": "9", "answer": "1" * 99}, "line 10: the answer has 99 tokens, more than"),
-  ):
-    (tmp_path / "p.jsonl").write_text("\n".join([*lines[:place], json.dumps(line), *lines]))
-    with pytest.raises(options.UserError, match=said):
-      setup.build(settings_of(*flags, f"--prompts={tmp_path / 'p.jsonl'}"))
-  assert not (tmp_path / "o").exists()
-
-
-def test_output_directories_are_new_ones_and_relative_to_the_caller(tmp_path, monkeypatch):
-  monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(tmp_path))
-  first = setup.output_directory(None, "sort4-seed0")
-  second = setup.output_directory(None, "sort4-seed0")
-  assert first == tmp_path / "runs/sort4-seed0-001" and second.name == "sort4-seed0-002"
-  assert setup.output_directory("here", "x") == tmp_path / "here"
-  assert dataclasses.is_dataclass(setup.Setup) and isinstance(first, pathlib.Path)
