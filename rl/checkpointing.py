@@ -21,6 +21,7 @@ import os
 import pathlib
 import re
 import shutil
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -146,10 +147,9 @@ class Store:
       error, self._error = self._error, None
       kept = self.numbers()
       rest = f"the checkpoint of step {kept[-1]} is whole and kept" if kept else "there is none yet"
-      first_line = (str(error).splitlines() or [type(error).__name__])[0]
       raise options.UserError(
         f"{self._directory}: the checkpoint of step {self._saving} could not be written "
-        f"({first_line:.200}); {rest}; free some space and run the same command again"
+        f"({_why(error)}); {rest}; free some space and run the same command again"
       ) from error
 
   def newest_whole(self) -> int | None:
@@ -231,6 +231,23 @@ def check(path: pathlib.Path) -> str | None:
     if _digest(file) != digest:
       return f"{file} does not have the digest it was saved with"
   return None
+
+
+def _why(error: BaseException) -> str:
+  """The operating system's words where an error or one that it follows from has them.
+
+  TensorStore's message is one long line of keys and paths with the system's error number at its
+  end.
+  """
+  cause: BaseException | None = error
+  while cause is not None:
+    if isinstance(cause, OSError) and cause.strerror:
+      return cause.strerror
+    cause = cause.__cause__ or cause.__context__
+  number = re.search(r"os_error_code='?(\d+)", str(error))
+  if number is not None:
+    return os.strerror(int(number[1]))
+  return textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" ...")
 
 
 def _detached(leaf: Any) -> Any:

@@ -144,7 +144,9 @@ def test_full_disk_loses_nothing(tmp_path):
   old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
   resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
   try:
-    with pytest.raises(options.UserError, match="step 2 could not be written.*step 1 is whole"):
+    with pytest.raises(
+      options.UserError, match=r"step 2 could not be written \(File too large\); .*step 1 is whole"
+    ):
       store.save(2, big, {"step": 2})
       store.wait()
   finally:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import types
 from unittest import mock
 
 # Read when JAX is imported, here and in the processes below.  Most of the time goes into compiling
@@ -384,6 +385,16 @@ def test_a_dense_run_tells_where_everything_is(tmp_path, capsys):
   assert "warning: the exported model scores otherwise" in capsys.readouterr().out
 
 
+def test_a_failed_export_says_what_is_kept(tmp_path):
+  def export(params):
+    raise options.UserError("model: cannot be written (No space left on device)")
+
+  parts = types.SimpleNamespace(output_dir=tmp_path, export=export)
+  kept = f"No space left on device.; the trained state is whole in {tmp_path}/checkpoints: "
+  with pytest.raises(options.UserError, match=kept):
+    report._export(parts, types.SimpleNamespace(weights={}))
+
+
 def test_sigterm_saves_and_exits_zero(whole, tmp_path):
   _, weights, _ = whole
   env = {**os.environ, "PYTHONPATH": ":".join(p for p in sys.path if p)}
@@ -417,7 +428,7 @@ def test_full_disk_while_saving_loses_nothing(whole, tmp_path):
   assert done.returncode == 1, done.stderr
   told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
   assert len(told) == 1 and "the checkpoint of step 6 could not be written" in told[0]
-  assert "the checkpoint of step 4 is whole and kept" in told[0]
+  assert "(File too large); the checkpoint of step 4 is whole and kept" in told[0]
   assert "Traceback" not in done.stderr
   again, said = train(f"--output_dir={tmp_path}")
   assert again == weights and any("resumed after step 2" in line for line in said)

@@ -38,7 +38,7 @@ def train_and_report(settings: options.Settings, started: float) -> int:
   ]
   exported = None
   if settings.export:
-    exported = parts.export(training.weights)
+    exported = _export(parts, training)
     reloaded = setup.load_exported(parts, exported)
     again = training.evaluate(reloaded)
     if again is not None:
@@ -48,6 +48,17 @@ def train_and_report(settings: options.Settings, started: float) -> int:
   print(_places(parts, exported, _plot(parts)))
   print(f"took {time.monotonic() - started:.0f} s; {_next_steps(parts, exported)}", flush=True)
   return 0
+
+
+def _export(parts: setup.Setup, training: loop.Loop) -> pathlib.Path:
+  try:
+    return parts.export(training.weights)
+  except options.UserError as error:
+    kept = parts.output_dir / "checkpoints"
+    raise options.UserError(
+      f"{error}; the trained state is whole in {kept}: mend this and give the same command with "
+      f"--output_dir={parts.output_dir} to export it without training again"
+    ) from error
 
 
 def _remove_if_empty(directory: pathlib.Path) -> None:

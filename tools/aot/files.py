@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import pathlib
 import re
@@ -64,7 +65,11 @@ def load(path: str, grid: Grid | None = None, name: str = "") -> report.Report:
       memory_report=read(beside("-memory-usage-report.txt")),
       buffer_assignment=read(beside("-buffer-assignment.txt")),
     )
-  except (ValueError, UnicodeDecodeError) as error:
+  except json.JSONDecodeError as error:
+    raise options.UserError(f"{path}: is no JSON ({error}); give a report's JSON") from error
+  except UnicodeDecodeError as error:
+    raise options.UserError(f"{path}: is no text; give scheduled HLO text, not a proto") from error
+  except ValueError as error:
     raise options.UserError(f"{path}: {error}") from error
 
 

@@ -67,9 +67,13 @@ def test_files_that_are_none_are_refused(tmp_path):
   (tmp_path / "words.txt").write_text("words\n")
   with pytest.raises(options.UserError, match="ENTRY"):
     files.load(str(tmp_path / "words.txt"))
-  (tmp_path / "other.json").write_text('{"a": 1}')
-  with pytest.raises(options.UserError, match="no AOT report"):
-    files.load(str(tmp_path / "other.json"))
+  for text, word in (('{"a": 1}', "no AOT report"), ("[1]", "no AOT report"), ("", "is no JSON")):
+    (tmp_path / "other.json").write_text(text)
+    with pytest.raises(options.UserError, match=word):
+      files.load(str(tmp_path / "other.json"))
+  (tmp_path / "module.txt").write_bytes(b"\x08\x97\xff")
+  with pytest.raises(options.UserError, match="scheduled HLO text, not a proto"):
+    files.load(str(tmp_path / "module.txt"))
 
 
 def test_a_mesh_of_another_number_of_devices_is_refused():

@@ -203,6 +203,8 @@ def from_json(data: dict[str, Any]) -> Report:
     "collectives": CollectiveRow,
     "custom_calls": CallRow,
   }
+  if not isinstance(data, dict) or "buffers" not in data:
+    raise ValueError("this JSON is no AOT report (//tools:aot_report --json writes one)")
   values = dict(data)
   try:
     for field, kind in rows.items():

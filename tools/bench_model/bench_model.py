@@ -1,7 +1,8 @@
 """Speed of the model on this machine: tokens a second and compile time, forward and backward.
 
     ./bazelw run //tools:bench_model
-    ./bazelw run //tools:bench_model -- --presets=tiny --rows=8 --row_tokens=1024 --dtype=bfloat16
+    ./bazelw run //tools:bench_model -- --model_presets=tiny --rows=8 --row_tokens=1024 \\
+        --dtype=bfloat16
 
 One line for each preset and pass: seconds to trace, seconds to compile, and the median tokens a
 second of the compiled program on packed rows.  `backward` is a training pass: forward, backward,
@@ -27,7 +28,9 @@ from model import config as config_lib
 class BenchOptions:
   """What is measured."""
 
-  presets: tuple[str, ...] = option(("tiny", "tiny_moe"), help="Model presets.")
+  model_presets: tuple[str, ...] = option(
+    ("tiny", "tiny_moe"), help="Built-in models to measure, separated by commas."
+  )
   rows: int = option(4, help="Rows of a batch.", minimum=1)
   row_tokens: int = option(512, help="Tokens of a row.", minimum=4)
   segments: int = option(3, help="Segments packed into a row.", minimum=1)
@@ -116,7 +119,7 @@ def run(settings: options.Settings) -> int:
   print(
     f"{'preset':<12} {'pass':<9} {'parameters':>14} {'trace s':>8} {'compile s':>10} {'tok/s':>10}"
   )
-  for name in settings.presets:
+  for name in settings.model_presets:
     for r in measure(settings, name):
       records.append(r)
       print(

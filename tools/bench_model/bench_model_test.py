@@ -26,7 +26,7 @@ def test_both_passes_are_measured(tmp_path, capsys, monkeypatch):
   # A relative path is seen from where the command was typed.
   monkeypatch.chdir(".")  # To come back at the end.
   monkeypatch.setenv("BUILD_WORKING_DIRECTORY", str(tmp_path))
-  settings = _settings(presets=("tiny",), rows=1, row_tokens=32, repeats=1, json=path.name)
+  settings = _settings(model_presets=("tiny",), rows=1, row_tokens=32, repeats=1, json=path.name)
   assert bench_model.run(settings) == 0
   records = json.loads(path.read_text())
   assert [r["pass"] for r in records] == ["forward", "backward"]
