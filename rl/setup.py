@@ -19,6 +19,7 @@ from rl import (
   collect,
   config,
   learner,
+  memory,
   optimizer,
   packing,
   placed,
@@ -276,7 +277,7 @@ def build(settings: options.Settings) -> Setup:
     )
   if run.save_rollouts is not None:
     rollouts.require_writable(user_path(run.save_rollouts), "save_rollouts")
-  _refuse_what_does_not_fit(count_params(model), trained)
+  memory.refuse_what_does_not_fit(count_params(model), trained)
   # Last, so that what is refused leaves no empty directory.
   name = "recorded" if recorded else settings.task.replace(":", "-")
   output_dir = output_directory(run.output_dir, f"{name}-seed{run.seed}")
@@ -341,21 +342,6 @@ def _refuse_long_problems(
         f"{settings.max_completion_tokens}, so no completion can equal it; raise it, or leave the "
         "line out"
       )
-
-
-def _refuse_what_does_not_fit(params: int, trained: int) -> None:
-  """Compares what training keeps with the memory there is, on a CPU: the system would kill it."""
-  if jax.devices()[0].platform != "cpu":
-    return
-  # Weights; of those trained the moments and the sum of gradients.  A mesh of CPUs is one machine.
-  need = 4 * params + 12 * trained
-  have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-  if need > have:
-    raise options.UserError(
-      f"{params:,} parameters take at least {need / 2**30:,.0f} GiB in training (weights, moments and "
-      f"gradients in float32), this machine has {have / 2**30:,.0f}; take a smaller model, or "
-      "//tools:aot_compile to see what this one takes on a TPU slice"
-    )
 
 
 def load_exported(parts: Setup, path: pathlib.Path) -> Any:

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from kernels.base import cli, options
-from rl import recipes, refusals, report, setup, trainer_options
+from rl import memory, recipes, refusals, report, setup, trainer_options
 
 
 def settings_of(*flags):
@@ -49,8 +49,8 @@ def test_a_refused_start_leaves_no_folder(tmp_path):
 
 def test_what_the_machine_cannot_hold_is_refused(tmp_path):
   with pytest.raises(options.UserError, match="397,000,000,000 parameters take at least 5,916 GiB"):
-    setup._refuse_what_does_not_fit(397_000_000_000, 397_000_000_000)
-  with mock.patch.object(setup.os, "sysconf", return_value=1 << 10):
+    memory.refuse_what_does_not_fit(397_000_000_000, 397_000_000_000)
+  with mock.patch.object(memory.os, "sysconf", return_value=1 << 10):
     with pytest.raises(options.UserError, match="take at least .* a smaller model"):
       setup.build(settings_of(f"--output_dir={tmp_path / 'o'}"))
   assert not (tmp_path / "o").exists()
@@ -76,3 +76,12 @@ def test_output_directories_are_new_ones_and_relative_to_the_caller(tmp_path, mo
   assert first == tmp_path / "runs/sort4-seed0-001" and second.name == "sort4-seed0-002"
   assert setup.output_directory("here", "x") == tmp_path / "here"
   assert dataclasses.is_dataclass(setup.Setup) and isinstance(first, pathlib.Path)
+
+
+def test_exhausted_memory_names_the_flags_and_other_errors_stay():
+  settings = settings_of("--micro_batch_rows=7")
+  with pytest.raises(options.UserError, match=r"\(2 GiB in one piece\).*--micro_batch_rows=7"):
+    with memory.exhaustion_told(settings):
+      raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 2147483648 bytes.")
+  with pytest.raises(RuntimeError, match="INTERNAL"), memory.exhaustion_told(settings):
+    raise RuntimeError("INTERNAL: something else")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 import time
 import warnings
@@ -43,19 +42,10 @@ def run(settings: options.Settings) -> int:
   for name in ("absl", "asyncio"):
     logging.getLogger(name).setLevel(logging.CRITICAL)
   _forget_late_writes()
-  from rl import report
+  from rl import memory, report
 
-  try:
+  with memory.exhaustion_told(settings):
     return report.train_and_report(settings, started=time.monotonic())
-  except RuntimeError as error:  # XLA's errors are of this kind.
-    if "RESOURCE_EXHAUSTED" not in str(error) and "Out of memory" not in str(error):
-      raise
-    wanted = re.search(r"allocating (\d+) bytes", str(error))
-    size = f" ({int(wanted[1]) / 2**30:,.0f} GiB in one piece)" if wanted else ""
-    raise options.UserError(
-      f"out of memory{size}: a micro-batch of --micro_batch_rows={settings.micro_batch_rows} rows "
-      f"of --row_tokens={settings.row_tokens} is too large here; lower either, or --sampler_slots"
-    ) from None
 
 
 def _forget_late_writes() -> None:

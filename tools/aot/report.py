@@ -14,44 +14,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from tools.aot import costs, hlo, memory, timeline
+from tools.aot import costs, hlo, memory, origins, timeline
 from tools.roofline.machine import TPU7X, Chip, Grid
-
-# First match wins, on the traced operation's name.  A module name of the model decides; what the
-# compiler made itself has none and is named after what it does.
-_COMPONENTS = tuple(
-  (name, re.compile(pattern, re.I))
-  for name, pattern in (
-    ("optimizer", r"optimizer|adam|apply_update|clip_by"),
-    ("head", r"log_?prob|unembed|lm_head|/head/|/head$|logits|cross_entropy"),
-    ("moe", r"moe|expert|gmm|router|ragged|dispatch|combine|top_k|searchsorted"),
-    ("gdn", r"gdn|delta|conv1d|linear_attn"),
-    ("attention", r"attn|attention|splash|flash|rope|mqa"),
-    ("mlp", r"mlp|ffn|swiglu"),
-    ("embedding", r"embed"),
-    ("norm", r"norm"),
-  )
-)
-PASSES = ("forward", "replay", "backward")
-
-
-def component_of(op_name: str, instruction: hlo.Instruction, resource: str) -> str:
-  """The component that an instruction belongs to."""
-  for name, pattern in _COMPONENTS:
-    if pattern.search(op_name):
-      return name
-  if resource in ("wire", "host in", "host out", "copy"):
-    return f"{resource}, unnamed"
-  if any(word in op_name for word in ("dot_general", "einsum")):
-    return "products, unnamed"
-  return "other"
-
-
-def pass_of(op_name: str) -> str:
-  """forward, backward, or replay: the forward that a checkpoint repeats in the backward."""
-  if "rematted_computation" in op_name:
-    return "replay"
-  return "backward" if "transpose(" in op_name else "forward"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -268,7 +232,7 @@ def make(
   kinds = {k: v for k, v in (analysis or {}).items() if v}
   if read_memory:
     kinds |= {f"{name} (report)": s.total_bytes for name, s in read_memory.spaces.items()}
-  origins = {i.name: i.op_name for c in module.computations.values() for i in c.instructions}
+  names = origins.trace(module)
   found = memory.read_buffers(buffer_assignment) if buffer_assignment else []
   in_loops = _loop_instructions(module)
   return Report(
@@ -278,17 +242,17 @@ def make(
     hbm_bytes=read_memory.hbm_bytes if read_memory else 0,
     host_bytes=_host_bytes(read_memory, found),
     memory=kinds,
-    buffers=tuple(_buffer_row(b, origins) for b in memory.largest(found, buffers)),
+    buffers=tuple(_buffer_row(b, names) for b in memory.largest(found, buffers)),
     instructions=module.instruction_count,
     loop_instructions=in_loops,
     fusions=_fusions(module),
     loops=tuple(_loop_rows(played)),
-    collectives=tuple(_collective_rows(played)),
-    custom_calls=tuple(_call_rows(played)),
+    collectives=tuple(_collective_rows(played, names)),
+    custom_calls=tuple(_call_rows(played, names)),
     sparsecore=sum(row.resource == "sparsecore" for row in played.rows),
     seconds=played.seconds,
     seconds_by_rule=by_rule.seconds,
-    components=_components(played),
+    components=_components(played, names),
     resources=_resources(played),
     host_transfer_bytes=sum(row.host_bytes for row in played.rows),
     flops=sum(row.flops for row in played.rows),
@@ -301,18 +265,17 @@ def _host_bytes(report: memory.Report | None, buffers: Iterable[memory.Buffer]) 
   return max(report.host_bytes if report else 0, sum(size for _, _, size in counted))
 
 
-def _buffer_row(buffer: memory.Buffer, origins: dict[str, str]) -> BufferRow:
+def _buffer_row(buffer: memory.Buffer, names: dict[str, str]) -> BufferRow:
   name = re.sub(r"\{[\d,]*\}$", "", buffer.name)
-  op_name = origins.get(name, "")
+  op_name = names.get(name, "")
   shape = hlo.parse_shapes(buffer.shape)
-  component = next((n for n, p in _COMPONENTS if p.search(op_name)), "")
   return BufferRow(
     bytes=buffer.bytes,
     shape=str(shape[0]) if shape else buffer.shape,
     kind=f"{buffer.kind}, host" if buffer.on_host else buffer.kind,
     name=buffer.name,
     origin=_tail(op_name),
-    component=component,
+    component=origins.named_component(op_name),
   )
 
 
@@ -359,19 +322,21 @@ def _loop_rows(played: timeline.Estimate) -> Iterable[LoopRow]:
     )
 
 
-def _collective_rows(played: timeline.Estimate) -> list[CollectiveRow]:
+def _collective_rows(played: timeline.Estimate, names: dict[str, str]) -> list[CollectiveRow]:
   trips = _trips(played)
   groups: dict[Any, list[timeline.Row]] = {}
   for row in played.rows:
     if (c := row.collective) is None:
       continue
     key = (c.kind, c.axes, c.dtypes, c.payload_bytes, row.loops, c.is_async, c.offloaded)
-    groups.setdefault((*key, _tail(c.op_name, 1), pass_of(c.op_name)), []).append(row)
+    op_name = c.op_name or names[row.instruction.name]
+    groups.setdefault((*key, _tail(op_name, 1), origins.pass_of(op_name)), []).append(row)
   out = []
   for rows in groups.values():
     first = rows[0]
     c = first.collective
     assert c is not None
+    op_name = c.op_name or names[first.instruction.name]
     wire: dict[str, float] = {}
     for row in rows:
       for axis, arriving in row.axis_bytes.items():
@@ -392,20 +357,20 @@ def _collective_rows(played: timeline.Estimate) -> list[CollectiveRow]:
         seconds=sum(row.busy for row in rows),
         exposed=sum(row.exposed for row in rows),
         window=sum(row.window or 0.0 for row in rows),
-        origin=_tail(c.op_name),
-        component=component_of(c.op_name, first.instruction, "wire"),
-        pass_name=pass_of(c.op_name),
+        origin=_tail(op_name),
+        component=origins.component_of(op_name, "wire"),
+        pass_name=origins.pass_of(op_name),
         self_pairs=c.self_pairs,
       )
     )
   return sorted(out, key=lambda r: (-r.seconds, r.kind, r.origin))
 
 
-def _call_rows(played: timeline.Estimate) -> list[CallRow]:
+def _call_rows(played: timeline.Estimate, names: dict[str, str]) -> list[CallRow]:
   groups: dict[tuple[str, str], list[timeline.Row]] = {}
   for row in played.rows:
     if row.instruction.opcode == "custom-call":
-      key = (costs.kernel_name(row.instruction), pass_of(row.instruction.op_name))
+      key = (costs.kernel_name(row.instruction), origins.pass_of(names[row.instruction.name]))
       groups.setdefault(key, []).append(row)
   return [
     CallRow(
@@ -421,13 +386,13 @@ def _call_rows(played: timeline.Estimate) -> list[CallRow]:
   ]
 
 
-def _components(played: timeline.Estimate) -> dict[str, dict[str, float]]:
+def _components(played: timeline.Estimate, names: dict[str, str]) -> dict[str, dict[str, float]]:
   out: dict[str, dict[str, float]] = {}
   for row in played.rows:
-    op_name = row.collective.op_name if row.collective else row.instruction.op_name
-    component = component_of(op_name, row.instruction, row.resource)
-    passes = out.setdefault(component, dict.fromkeys(PASSES, 0.0))
-    passes[pass_of(op_name)] += row.exposed
+    op_name = (row.collective and row.collective.op_name) or names[row.instruction.name]
+    component = origins.component_of(op_name, row.resource)
+    passes = out.setdefault(component, dict.fromkeys(origins.PASSES, 0.0))
+    passes[origins.pass_of(op_name)] += row.exposed
   return dict(sorted(out.items(), key=lambda item: -sum(item[1].values())))
 
 

@@ -9,7 +9,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tools.aot.report import PASSES, Report
+from tools.aot.origins import PASSES
+from tools.aot.report import Report
 
 GIB = 2**30
 

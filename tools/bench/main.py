@@ -117,11 +117,18 @@ def run(settings: options.Settings, argv: list[str]) -> int:
   return 0
 
 
+def _run(settings: options.Settings, argv: list[str]) -> int:
+  from rl import memory
+
+  with memory.exhaustion_told(settings):
+    return run(settings, argv)
+
+
 def main(argv: list[str] | None = None) -> None:
   """Parses the trainer's command line, its recipe first, and times."""
   line = list(sys.argv if argv is None else argv)
   cli.main(
-    lambda settings: run(settings, line),
+    lambda settings: _run(settings, line),
     components=COMPONENTS,
     rules=refusals.RULES,
     description=__doc__ or "",
