@@ -18,6 +18,7 @@ over sublanes.
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -246,6 +247,9 @@ def backward(
     input_output_aliases={10: 2},
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("arbitrary",) * 3, vmem_limit_bytes=tile_math.VMEM_BYTES
+    ),
+    cost_estimate=tile_math.declared_cost(
+      5, q, k, 2 * (q.nbytes + k.nbytes + v.nbytes) + 2 * 4 * math.prod(dq_shape)
     ),
     interpret=interpret,
     name=NAME,

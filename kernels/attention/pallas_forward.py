@@ -189,6 +189,7 @@ def forward(
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=tile_math.VMEM_BYTES
     ),
+    cost_estimate=tile_math.declared_cost(2, q, k, 2 * q.nbytes + k.nbytes + v.nbytes),
     interpret=interpret,
     name=NAME,
   )

@@ -23,6 +23,22 @@ def dot(a, b, dimensions):
   return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
+def declared_cost(products: int, q, k, bytes_accessed: int) -> pl.CostEstimate:
+  """What a kernel tells the compiler, of the half of all pairs that a causal row has.
+
+  Args:
+    products: Products over the pairs: 2 forward, 5 backward.
+    q: Queries [B, nq, S, d].
+    k: Keys [B, nkv, T, d].
+    bytes_accessed: Bytes of operands and results, once each.
+  """
+  batch, heads, length, dim = q.shape
+  pairs = batch * heads * length * k.shape[2] // 2
+  return pl.CostEstimate(
+    flops=2 * products * pairs * dim, transcendentals=pairs, bytes_accessed=bytes_accessed
+  )
+
+
 class Exponential(NamedTuple):
   """exp(scale x) as a power of e or of 2.
 

@@ -210,6 +210,9 @@ def backward(
       ],
     ),
     compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",) * 3),
+    cost_estimate=pl.CostEstimate(
+      flops=6 * taps * x.size, transcendentals=x.size, bytes_accessed=3 * x.nbytes
+    ),
     interpret=interpret,
     name="causal_conv1d_silu_backward",
   )(

@@ -134,6 +134,9 @@ def forward(
       ],
     ),
     compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",) * 3),
+    cost_estimate=pl.CostEstimate(
+      flops=2 * taps * x.size, transcendentals=x.size, bytes_accessed=2 * x.nbytes
+    ),
     interpret=interpret,
     name="causal_conv1d_silu",
   )(

@@ -244,6 +244,14 @@ def _run(q, k, v, gates, d_out, states, inverses, d_final, *, shape, interpret):
     out_specs=tuple(spec for _, spec in outputs),
     scratch_shapes=[pltpu.VMEM((group, dk, shape.heads * dv), jnp.float32)],
     compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+    cost_estimate=pallas_forward.declared_cost(
+      "backward" if full else "dh_scan",
+      shape,
+      [array for array, _ in (*operands, *outputs)],
+      tokens=batch * length,
+      dk=dk,
+      dv=dv,
+    ),
     interpret=interpret,
     name=pallas_forward.kernel_name("backward" if full else "dh_scan", group),
   )(*(operand for operand, _ in operands))

@@ -11,6 +11,7 @@ that is the affine pass of context parallelism (`transition_product`).
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from kernels.gdn import layout, tile_math
+from kernels.gdn import flops, layout, tile_math
 
 
 class Saved(NamedTuple):
@@ -130,6 +131,17 @@ def _kernel(*given, shape: layout.Shape, exact: bool, has_values, want_output, w
     final_ref[0] = state_ref[...]
 
 
+def declared_cost(kind, shape: layout.Shape, arrays, *, tokens: int, dk: int, dv: int):
+  """What a kernel tells the compiler: FLOPs by `flops.per_token`, exponentials, bytes once each."""
+  heads = shape.key_heads * shape.heads
+  sizes = {"chunk": shape.chunk, "key_heads": shape.key_heads, "value_heads": heads}
+  return pl.CostEstimate(
+    flops=round(tokens * flops.per_token(kind, **sizes, dk=dk, dv=dv)),
+    transcendentals=tokens * heads * shape.chunk,
+    bytes_accessed=sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays),
+  )
+
+
 def _run(q, k, v, gates, start, *, shape, want_output, want_saved, interpret, name):
   batch, length, width = q.shape
   dk, dv = width // shape.key_heads, start.shape[-1] // shape.heads
@@ -184,6 +196,14 @@ def _run(q, k, v, gates, start, *, shape, want_output, want_saved, interpret, na
     out_specs=tuple(spec for _, spec in outputs),
     scratch_shapes=[pltpu.VMEM((group, dk, shape.heads * dv), jnp.float32)],
     compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+    cost_estimate=declared_cost(
+      "forward" if v is not None else "m_scan",
+      shape,
+      [*operands, *(struct for struct, _ in outputs)],
+      tokens=batch * length,
+      dk=dk,
+      dv=dv,
+    ),
     interpret=interpret,
     name=kernel_name(name, group),
   )(*operands)

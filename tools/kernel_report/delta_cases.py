@@ -5,6 +5,7 @@ One device's share of a layer: 16,384 tokens of one row.
 
 from __future__ import annotations
 
+from kernels.gdn import flops
 from tools.kernel_report.case import KernelCase
 
 _TOKENS = 16_384
@@ -23,21 +24,20 @@ def _delta_net(model: str, key_heads: int, heads: int) -> list[KernelCase]:
   part = (
     f"{tokens} of 16,384 tokens, {group} of {key_heads} key heads with {heads} value heads each"
   )
-  # Products of one token: those shared by the value heads of a key head, and each value head's.
-  shared, square = 4.0 * chunk * dim, dim * dim
-  forward = group * shared + value_heads * (2 * chunk**2 / 3 + 6 * chunk * dim + 6 * square)
-  backward = group * shared + value_heads * (14 * square + 18 * chunk * dim)
+  square = dim * dim
+  sizes = {"chunk": chunk, "key_heads": group, "value_heads": value_heads, "dk": dim, "dv": dim}
+  count = lambda kind: flops.per_token(kind, **sizes)
   state, inverse = 4.0 * square * value_heads, 4.0 * chunk * chunk * value_heads
   kept = (state + inverse) / chunk  # bytes a token
   token, gate = 2.0 * dim * (2 * group + value_heads), 12.0 * value_heads
   values = 2.0 * dim * value_heads
   out = []
-  for which, kernel, flops, bytes_ in (
-    ("forward", "gdn_forward", forward, token + values + gate),
-    ("forward, states kept", "gdn_forward", forward, token + values + gate + kept),
-    ("backward", "gdn_backward", backward, 2 * token + values + 2 * gate + kept),
-    ("m scan", "gdn_m_scan", value_heads * (2 * square + 2 * dim * square / chunk), token + gate),
-    ("dh scan", "gdn_dh_scan", value_heads * (4 * chunk * dim + 6 * square), token + gate),
+  for which, kernel, work, bytes_ in (
+    ("forward", "gdn_forward", count("forward"), token + values + gate),
+    ("forward, states kept", "gdn_forward", count("forward"), token + values + gate + kept),
+    ("backward", "gdn_backward", count("backward"), 2 * token + values + 2 * gate + kept),
+    ("m scan", "gdn_m_scan", count("m_scan"), token + gate),
+    ("dh scan", "gdn_dh_scan", count("dh_scan"), token + gate),
   ):
     named = {"forward, states kept": "forward_saved"}.get(which, which.replace(" ", "_"))
     common = {"which": named, "heads": heads, "group": group}
@@ -48,7 +48,7 @@ def _delta_net(model: str, key_heads: int, heads: int) -> list[KernelCase]:
         arguments={**common, "tokens": tokens, "key_heads": group},
         whole={**common, "tokens": _TOKENS, "key_heads": key_heads},
         kernel=kernel,
-        flops=tokens * flops,
+        flops=tokens * work,
         bytes=tokens * bytes_,
         part=part,
       )
