@@ -91,6 +91,15 @@ _JAX_KERNEL = {"kernel_implementation": "auto", "use_tokamax_gmm": True}
 _V2 = {**_JAX_KERNEL, "use_gmm_v2": True}
 
 
+def test_dispatch_and_unsort_are_kernels():
+  """Both ways of both: forward, replayed forward and backward."""
+  text = _lowered_experts(**_V2)
+  named = lambda text, name: text.count(f'kernel_name = "{name}"')
+  assert named(text, "moe_gather") >= 3 and named(text, "moe_unsort") >= 2
+  plain = _lowered_experts()
+  assert not named(plain, "moe_gather") + named(plain, "moe_unsort")
+
+
 def test_the_grouped_product_is_the_one_asked_for():
   own = ("gmm_forward_none", "gmm_dlhs_none", "gmm_drhs")
   plain, bundled, v2 = (_lowered_experts(**keys) for keys in ({}, _JAX_KERNEL, _V2))

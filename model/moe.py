@@ -126,12 +126,13 @@ class SparseMoe(nnx.Module):
 
     def run_experts(tokens, experts, weights, wi, wo):
       plan = moe_dispatch.plan(experts, config.num_experts)
-      rows = moe_dispatch.dispatch(tokens, plan)
+      kernels = self.options.kernel_implementation
+      rows = moe_dispatch.dispatch(tokens, plan, kernels)
       if self.options.use_gmm_v2:
         row_weights = moe_dispatch.dispatch_weights(weights, plan).astype(jnp.float32)
         form = form_of(self.options)
         rows = expert_mlp.expert_mlp(rows, wi, wo, row_weights, plan.group_sizes, form=form)
-        return moe_dispatch.sum_rows(rows, plan)
+        return moe_dispatch.sum_rows(rows, plan, kernels)
       rows = plain_rows(self.options, rows, wi, wo, plan.group_sizes)
       return moe_dispatch.combine(rows, weights, plan)
 

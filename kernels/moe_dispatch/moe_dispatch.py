@@ -1,8 +1,8 @@
-"""Sends tokens to the rows of their experts and brings results back, in plain JAX.
+"""Sends tokens to the rows of their experts and brings results back.
 
 One sort of packed integer keys orders the (token, choice) pairs by expert, stably; everything
-else is a gather.  The transpose of each gather is written as the other gather, so that no
-gradient scatters rows.
+else is a gather, in plain JAX or (`dispatch`, `sum_rows`) by a Pallas kernel.  The transpose of each
+gather is written as the other gather, so that no gradient scatters rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels.base import implementation as implementation_lib
 from kernels.fp8 import fp8
-from kernels.moe_dispatch import unsort
+from kernels.moe_dispatch import gather, unsort
 
 
 class Plan(NamedTuple):
@@ -100,9 +100,17 @@ def _owned(p: Plan):
   return (jnp.arange(p.pairs.shape[0]) < jnp.sum(p.group_sizes))[:, None]
 
 
-def _take_tokens(x, p: Plan):
+def _take_tokens(x, p: Plan, implementation):
   choices = p.rows.shape[1]
-  return jnp.where(_owned(p), x[p.pairs // choices], 0)
+
+  def plain(x, pairs, sizes):
+    owned = jnp.arange(pairs.shape[0]) < jnp.sum(sizes)
+    return jnp.where(owned[:, None], x[pairs // choices], 0)
+
+  def kernel(x, pairs, sizes, *, interpret):
+    return gather.take(x, pairs // choices, jnp.sum(sizes), interpret=interpret)
+
+  return implementation_lib.dispatch(implementation, kernel, plain, x, p.pairs, p.group_sizes)
 
 
 def _take_rows(y, p: Plan):
@@ -111,11 +119,16 @@ def _take_rows(y, p: Plan):
 
 
 def _sum(y, p: Plan, implementation):
-  def plain(y, rows, sent):
-    picked = jnp.where(sent[..., None], y[rows], 0).astype(jnp.float32)
-    return jnp.sum(picked, axis=1).astype(y.dtype)
+  tokens, choices = p.rows.shape
 
-  return implementation_lib.dispatch(implementation, unsort.sum_rows, plain, y, p.rows, p.sent)
+  def plain(y, p):
+    return jnp.sum(_take_rows(y, p).astype(jnp.float32), axis=1).astype(y.dtype)
+
+  def kernel(y, p, *, interpret):
+    shape = {"tokens": tokens, "choices": choices}
+    return unsort.sum_rows(y, p.pairs, p.group_sizes, interpret=interpret, **shape)
+
+  return implementation_lib.dispatch(implementation, kernel, plain, y, p)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -124,13 +137,17 @@ def dispatch(
 ) -> Float[Array, "M N"]:
   """Copies each token to the rows of its pairs; rows that no expert owns are zero.
 
-  `implementation` is that of the derivative, which is `sum_rows`.
+  Args:
+    x: Tokens; bfloat16 or float32 for the kernel.
+    p: Where they go.
+    implementation: One of `kernels.base.implementation.IMPLEMENTATIONS`, also of the derivative, which
+      is `sum_rows`.
   """
-  return _take_tokens(x, p)
+  return _take_tokens(x, p, implementation)
 
 
 dispatch.defvjp(
-  lambda x, p, implementation: (_take_tokens(x, p), p),
+  lambda x, p, implementation: (_take_tokens(x, p, implementation), p),
   lambda implementation, p, grad: (_sum(grad, p, implementation), None),
 )
 
@@ -174,15 +191,15 @@ def sum_rows(
   Args:
     y: Rows of the buffer; rows that no expert owns are not read.
     p: Where they belong.
-    implementation: One of `kernels.base.implementation.IMPLEMENTATIONS`; the kernel's form is
-      `unsort.sum_rows`, for buffers much shorter than tokens x choices.
+    implementation: As of `dispatch`, which is the derivative.  The kernel reads the rows that there
+      are; plain JAX gathers a row for every pair.
   """
   return _sum(y, p, implementation)
 
 
 sum_rows.defvjp(
   lambda y, p, implementation: (_sum(y, p, implementation), p),
-  lambda implementation, p, grad: (_take_tokens(grad, p), None),
+  lambda implementation, p, grad: (_take_tokens(grad, p, implementation), None),
 )
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kernels.fp8 import fp8
-from kernels.moe_dispatch import moe_dispatch, reference, unsort
+from kernels.moe_dispatch import moe_dispatch, reference
 
 
 def _case(tokens=64, valid=48, choices=2, num_experts=5, seed=0, width=6):
@@ -213,46 +213,3 @@ def test_buffers_that_are_refused():
   for rows in (0, 129):
     with pytest.raises(ValueError, match="buffer_rows"):
       moe_dispatch.plan(experts, 5, buffer_rows=rows)
-
-
-def _sum_both_ways(p, y, grad):
-  def run(implementation):
-    out, pull = jax.vjp(lambda y: moe_dispatch.sum_rows(y, p, implementation), y)
-    back = jax.vjp(lambda x: moe_dispatch.dispatch(x, p, implementation), grad)[1](y)
-    return out, pull(grad)[0], back[0]
-
-  return zip(run("interpret"), run("reference"))
-
-
-@pytest.mark.parametrize("buffer_rows", [256, 64])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_unsort_as_a_grouped_product(buffer_rows, dtype):
-  rng = np.random.default_rng(3)
-  # One of eight devices' experts; 300 tokens are no multiple of a tile, and tile 1 owns no row.
-  experts = rng.integers(-1, 32, (300, 4))
-  experts[128:256] = 31
-  p = _PLAN(jnp.asarray(experts, jnp.int32), 4, first_expert=8, buffer_rows=buffer_rows)
-  assert bool(p.overflow) == (buffer_rows == 64) and int(p.sent.sum()) > 40
-  live = np.arange(buffer_rows) < int(p.group_sizes.sum())
-  y = np.where(live[:, None], rng.normal(size=(buffer_rows, 256)), np.nan)
-  y, grad = jnp.asarray(y, dtype), jnp.asarray(rng.normal(size=(300, 256)), dtype)
-  for got, want in _sum_both_ways(p, y, grad):
-    # Sums of at most four rows in float32, in another order: one rounding of the result's type.
-    np.testing.assert_allclose(
-      np.asarray(got, np.float32),
-      np.asarray(want, np.float32),
-      atol=1e-6,
-      rtol=1e-6 if dtype == jnp.float32 else 2**-7,
-    )
-
-
-def test_a_row_in_the_wrong_place_of_its_tile_is_caught(monkeypatch):
-  order = unsort.token_order
-
-  def wrong(*arguments):
-    found = order(*arguments)
-    return found._replace(places=found.places.at[2].add(1))
-
-  monkeypatch.setattr(unsort, "token_order", wrong)
-  with pytest.raises(AssertionError):
-    test_unsort_as_a_grouped_product(256, jnp.float32)

@@ -105,6 +105,7 @@ def _run(cell: Cell, tokens, experts, weights, wi, wo):
     tokens = collectives.gather_tokens(tokens, axes, options.moe_fp8_token_all_gather)
     experts = lax.all_gather(experts, axes, axis=0, tiled=True)
     weights = lax.all_gather(weights, axes, axis=0, tiled=True)
+  kernels = cell.implementation
   plan = moe_dispatch.plan(
     experts,
     wi.shape[0],
@@ -112,7 +113,7 @@ def _run(cell: Cell, tokens, experts, weights, wi, wo):
     buffer_rows=buffer_rows(options.ragged_buffer_factor, experts.size, groups),
     spread_masked=options.ragged_unsort_spread_masked_indices,
   )
-  rows = checkpoint_name(moe_dispatch.dispatch(tokens, plan), "moe_x_sorted")
+  rows = checkpoint_name(moe_dispatch.dispatch(tokens, plan, kernels), "moe_x_sorted")
   row_weights = moe_dispatch.dispatch_weights(weights, plan).astype(jnp.float32)
   model = cell.model_options
   if model.use_tokamax_gmm and not model.use_gmm_v2:
@@ -121,7 +122,7 @@ def _run(cell: Cell, tokens, experts, weights, wi, wo):
   else:
     form = moe.form_of(model)
     rows = expert_mlp.expert_mlp(rows, wi, wo, row_weights, plan.group_sizes, form=form)
-  out = moe_dispatch.sum_rows(rows, plan)
+  out = moe_dispatch.sum_rows(rows, plan, kernels)
   if ring:
     out = collectives.sum_tokens(out, axes, options.moe_fp8_bwd_dispatch)
   here = jnp.sum((experts >= first) & (experts < first + wi.shape[0]), dtype=jnp.int32)

@@ -1,10 +1,10 @@
-"""Builders for the sort, gather and un-sort of kernels/moe_dispatch, which are XLA's own ops."""
+"""Builders for the sort, gather and un-sort of kernels/moe_dispatch, XLA's own ops and kernels."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from kernels.moe_dispatch import moe_dispatch
+from kernels.moe_dispatch import gather, moe_dispatch, unsort, word_lists
 from tools.kernel_report import public_kernels
 
 
@@ -14,8 +14,8 @@ def moved_rows(
   """One step of a device's dispatch.
 
   Args:
-    which: plan (the sort and its inverse), dispatch (tokens to rows), sum (rows to tokens),
-      sum_product (the same as a grouped product), combine (weighted sum of a token's rows),
+    which: plan (the sort and its inverse), dispatch (tokens to rows), sum (rows to tokens), lists
+      (what the un-sort kernel works out before it starts), combine (weighted sum of a token's rows),
       combine_gradient (its transpose).
     tokens: Gathered tokens, whose pairs mostly belong to other devices.
     choices: Experts a token.
@@ -41,13 +41,13 @@ def moved_rows(
       moe_dispatch.plan(chosen, experts, buffer_rows=buffer_rows, spread_masked=True)
     )
     return lower(make, ((tokens, choices), jnp.int32))
+  if which == "lists":
+    shape = {"tokens": tokens, "choices": choices, "per_word": 2}
+    listed = lambda pairs, sizes: tuple(word_lists.make(pairs, sizes, **shape))
+    return lower(listed, ((buffer_rows,), jnp.int32), ((experts,), jnp.int32))
   run, arrays = {
     "dispatch": (lambda x, *p: moe_dispatch.dispatch(x, moe_dispatch.Plan(*p)), (wide,)),
     "sum": (lambda y, *p: moe_dispatch.sum_rows(y, moe_dispatch.Plan(*p)), (rows,)),
-    "sum_product": (
-      lambda y, *p: moe_dispatch.sum_rows(y, moe_dispatch.Plan(*p), "pallas"),
-      (rows,),
-    ),
     "combine": (
       lambda y, w, *p: moe_dispatch.combine(y, w, moe_dispatch.Plan(*p)),
       (rows, weights),
@@ -60,3 +60,47 @@ def moved_rows(
     ),
   }[which]
   return lower(run, *arrays, *flat())
+
+
+def row_kernel(
+  *,
+  which: str,
+  tokens: int,
+  buffer_rows: int,
+  width: int,
+  words: int = 0,
+  choices: int = 0,
+  experts: int = 0,
+) -> Any:
+  """A kernel of the dispatch: a part that the compiler can follow, or a device's whole work.
+
+  Args:
+    which: gather (tokens to rows), or unsort (rows to tokens).
+    tokens: Gathered tokens.
+    buffer_rows: Rows of the buffer.
+    width: Width of a row, bfloat16.
+    words: Of an un-sort's part, words that each tile of tokens needs.
+    choices: Of the whole work, experts a token.
+    experts: Of the whole work, experts of the device.
+  """
+  import jax.numpy as jnp
+
+  wide, buffer = ((tokens, width), jnp.bfloat16), ((buffer_rows, width), jnp.bfloat16)
+  pairs, sizes = ((buffer_rows,), jnp.int32), ((experts,), jnp.int32)
+  lower = public_kernels.lower_on_one_slice
+  if which == "gather" and experts:
+    run = lambda x, pairs, sizes: gather.take(x, pairs // choices, sizes.sum())
+    return lower(run, wide, pairs, sizes)
+  if which == "gather":
+    part = lambda x, at, total: gather.take(x, at, total, even=True)
+    return lower(part, wide, pairs, ((), jnp.int32))
+  if experts:
+    shape = {"tokens": tokens, "choices": choices}
+    return lower(lambda y, *lists: unsort.sum_rows(y, *lists, **shape), buffer, pairs, sizes)
+  visits = tokens // (word_lists.TOKENS * word_lists.TILES)
+  listed = ((visits, word_lists.TILES, word_lists.WORDS), jnp.int32)
+  add = lambda y, *lists: unsort.sum_listed(
+    y, word_lists.WordLists(*lists), tokens=tokens, even=words
+  )
+  counts = ((visits * word_lists.TILES,), jnp.int32)
+  return lower(add, buffer, ((visits,), jnp.int32), counts, listed, listed)
