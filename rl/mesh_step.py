@@ -12,6 +12,7 @@ others; the update sums the rest, once a step, divides and steps the optimizer.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -130,17 +131,11 @@ def _merge_ranks(name: str, value, axes):
   return lax.psum(value, axes)
 
 
-def _neutral(metric: Metric) -> jax.Array:
-  """What a micro-batch that does not count adds to a metric."""
-  fill = {step_metrics.MIN: jnp.inf, step_metrics.MAX: -jnp.inf}.get(metric.normalizer, 0.0)
-  return jnp.full_like(metric.value, fill)
-
-
 def _discard(sums: Accumulators, drop: jax.Array) -> Accumulators:
   """The sums, or those of no micro-batch where `drop`."""
   nothing = lambda x: jnp.where(drop, jnp.zeros_like(x), x)
   metrics = {
-    name: Metric(jnp.where(drop, _neutral(m), m.value), m.normalizer)
+    name: Metric(jnp.where(drop, step_metrics.neutral(m).value, m.value), m.normalizer)
     for name, m in sums.metrics.items()
   }
   return Accumulators(
@@ -209,6 +204,7 @@ def make_functions(
     whole = (collectives.gather_shared(x.reshape(rows, length), CONTEXT, 1) for x in found)
     return Scores(*(train_step.at_token(x, batch.segment_ids) for x in whole)), out.dropped
 
+  @functools.partial(jax.jit, inline=True)  # traced once for the two programs that hold it
   def local_sums(weights: Tree, batch: PackedBatch) -> Accumulators:
     still = frozen(weights)
 

@@ -72,16 +72,24 @@ class Retrying:
     return self._again(weights, sums, batch)
 
   def _accumulate(self, weights: Tree, sums: Accumulators, batch: PackedBatch) -> Accumulators:
+    # Of these sums, which need not be those that came out last; before they are donated.
+    self._discarded = _discarded(sums)
+    self.prepare(weights, sums, batch)
     return self._again(weights, self._tight.accumulate(weights, sums, batch), batch)
 
   def _again(self, weights: Tree, sums: Accumulators, batch: PackedBatch) -> Accumulators:
     """The sums with the micro-batch in them, whether or not it fitted."""
-    if DISCARDED not in sums.metrics:
-      raise ValueError("the sums do not say what overflowed: a dropped token would go unseen")
-    discarded = float(sums.metrics[DISCARDED].value)
+    discarded = _discarded(sums)
     if discarded == self._discarded:
       return sums
     self._discarded = discarded
     self.prepare(weights, sums, batch)
     assert self._ready is not None
     return self._ready.result()(weights, sums, batch)
+
+
+def _discarded(sums: Accumulators) -> float:
+  """Micro-batches that were discarded so far; waits for the device."""
+  if DISCARDED not in sums.metrics:
+    raise ValueError("the sums do not say what overflowed: a dropped token would go unseen")
+  return float(sums.metrics[DISCARDED].value)

@@ -79,6 +79,13 @@ def correlation(x, y, mask) -> Metric:
   return Metric(jnp.stack(moments), CORRELATION)
 
 
+def neutral(metric: Metric) -> Metric:
+  """What a micro-batch that does not count adds to a metric: an array of zeros, or of the infinity
+  that no extreme is beyond."""
+  fill = {MIN: jnp.inf, MAX: -jnp.inf}.get(metric.normalizer, 0.0)
+  return Metric(jnp.full(metric.value.shape, fill, metric.value.dtype), metric.normalizer)
+
+
 def _merge_moments(a: Float[Array, " 6"], b: Float[Array, " 6"]) -> Float[Array, " 6"]:
   """Moments of two sets together (Chan, Golub and LeVeque 1979)."""
   count = a[0] + b[0]

@@ -172,6 +172,21 @@ def add(accumulators: Accumulators, new: Accumulators) -> Accumulators:
   )
 
 
+def no_micro_batch(functions: StepFunctions, weights: Tree, batch: PackedBatch) -> Accumulators:
+  """Sums of no micro-batch, on the host: `accumulate` then does for the first one as well.
+
+  Args:
+    functions: Plain ones.
+    weights: What the programs take, or its shapes.
+    batch: A micro-batch, for its shape.
+  """
+  shapes = jax.eval_shape(functions.first_micro_batch, weights, batch)
+  empty = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+  is_metric = lambda x: isinstance(x, Metric)
+  metrics = jax.tree.map(step_metrics.neutral, shapes.metrics, is_leaf=is_metric)
+  return empty._replace(metrics=jax.device_get(metrics))
+
+
 def finish(
   state: TrainState,
   accumulators: Accumulators,

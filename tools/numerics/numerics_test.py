@@ -1,13 +1,22 @@
 """Each gate fails alone on the fault it is for; a reference pair passes all of them."""
 
-import dataclasses
-import json
+import os
 
-import numpy as np
-import pytest
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
+  " --xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+)
 
-from kernels.base import options
-from tools.numerics import gates, main, runs, show
+import dataclasses  # noqa: E402
+import json  # noqa: E402
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+from kernels.base import options  # noqa: E402
+from model import config as model_config  # noqa: E402
+from rl import retry  # noqa: E402
+from tools.bench import synthetic  # noqa: E402
+from tools.numerics import gates, main, runs, show  # noqa: E402
 
 TOKENS, STEPS = 4000, 3
 
@@ -177,6 +186,35 @@ def test_a_real_pair_passes_and_a_real_fault_does_not(tmp_path, capsys, monkeypa
   assert main.run(main.candidate_settings(line, ""), line) == 1
   failed = {g["name"] for g in json.loads(open(out).read())["candidate"] if not g["passed"]}
   assert "N4" in failed and "N1" not in failed
+
+
+def test_a_token_lost_on_a_mesh_fails_the_counters(monkeypatch):
+  small = [flag for flag in SMALL if "model_preset" not in flag]
+  settings = lambda *flags: main.candidate_settings([*small, "--model_preset=tiny_moe", *flags], "")
+  tight = ("--mesh=1x2x1", "--use_ring_of_experts", "--ragged_buffer_factor=1.0")
+  problem = runs.make_problem(
+    settings(),
+    steps=2,
+    lengths=synthetic.Lengths(distribution="uniform", mean=12),
+    routing=synthetic.Routing(kind="zipf"),
+    config=dataclasses.replace(
+      model_config.preset("tiny_moe"), num_hidden_layers=1, full_attention_interval=1
+    ),
+  )
+  reference = runs.run(problem, settings())
+  judged = lambda run: {g.name: g for g in gates.judge(reference, run, gates.Spread(0, 0))}
+  again = settings(*tight, "--retry_when_tokens_dropped")
+  kept = judged(runs.run(problem, again))
+  assert all(gate.passed for gate in kept.values()), kept
+  assert "2 micro-batches run again" in kept["N6"].detail
+  # Pairs that find no room and are not run again.
+  lost = judged(runs.run(problem, settings(*tight)))
+  assert not lost["N6"].passed and "uncounted_dropped_tokens" in lost["N6"].detail
+  # A micro-batch that is discarded and not run again: no pair is counted, its tokens are missing.
+  monkeypatch.setattr(retry.Retrying, "_again", lambda self, weights, sums, batch: sums)
+  gone = judged(runs.run(problem, again))
+  tokens = sum(b.loss_mask.sum() for batches in problem.steps for b in batches)
+  assert not gone["N6"].passed and gone["N6"].value == tokens
 
 
 def test_nothing_to_judge_is_refused():

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 import zipfile
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from model import api
 from model import config as model_config
 from model.sharded.options import ShardedOptions
 from rl import config as rl_config
-from rl import optimizer, packing, placed, train_step
+from rl import mesh_step, optimizer, packing, placed, train_step
 from tools.bench import synthetic
 from tools.numerics import gates
 
@@ -52,6 +53,7 @@ def make_problem(
   lengths: synthetic.Lengths,
   routing: synthetic.Routing,
   config: model_config.ModelConfig | None = None,
+  params: Any = None,
 ) -> Problem:
   """Draws rows and random advantages, and records old log-probs once from the reference.
 
@@ -61,14 +63,16 @@ def make_problem(
     lengths: Lengths of segments.
     routing: Routed experts to replay, so that both runs route alike.
     config: A model in place of the one that the settings name, with random weights.
+    params: Its weights in place of random ones, float32.
 
   Raises:
     options.UserError: A file is missing, or routing is asked of a dense model.
   """
   config = config or model_of(settings)
   batch = settings.of(rl_config.BatchOptions)
-  model_options = settings.of(model_config.ModelOptions)
-  if settings.checkpoint:
+  if params is not None:
+    pass
+  elif settings.checkpoint:
     from model.checkpoint import loading
 
     _, params = loading.load_params(settings.checkpoint, config, dtype="float32")
@@ -91,12 +95,12 @@ def make_problem(
     ).batches
     for number in range(steps)
   ]
-  programs = _programs(config, settings)
-  weights = _state(config, params, settings, model_options).weights
-  recorded = tuple(
-    tuple(_with_old(b, programs.log_probs(weights, b).logprobs) for b in batches)
-    for batches in made
-  )
+  arm = _arm(config, settings)
+  weights = _state(arm, config, params, settings).weights
+  score = lambda batch: arm.programs.log_probs(weights, placed.place_batch(batch, arm.layout))
+  # A program is compiled for what a batch holds: none for batches that lack old log-probs.
+  made = [[_with_old(b, np.zeros_like(b.loss_mask)) for b in batches] for batches in made]
+  recorded = tuple(tuple(_with_old(b, score(b).logprobs) for b in batches) for batches in made)
   return Problem(config, params, recorded)
 
 
@@ -116,37 +120,66 @@ def _loss_options(settings: options.Settings) -> rl_config.LossOptions:
   )
 
 
-def _programs(
-  config: model_config.ModelConfig, settings: options.Settings
-) -> train_step.StepFunctions:
-  return placed.compile_programs(
+class _Arm(NamedTuple):
+  """A configuration's programs.
+
+  Attributes:
+    functions: Plain.
+    programs: Compiled.
+    layout: Where their arrays lie.
+  """
+
+  functions: train_step.StepFunctions
+  programs: train_step.StepFunctions
+  layout: placed.Layout
+
+
+@functools.lru_cache(maxsize=2)
+def _made(config, model_options, loss, optimizer_options, mesh, sharded) -> _Arm:
+  """Runs of one configuration share what was compiled."""
+  layout = placed.layout_of(config, model_options, mesh, sharded)
+  given = (config, model_options, loss, optimizer_options, layout)
+  return _Arm(placed.make_functions(*given), placed.compile_programs(*given), layout)
+
+
+def _arm(config: model_config.ModelConfig, settings: options.Settings) -> _Arm:
+  return _made(
     config,
     settings.of(model_config.ModelOptions),
     _loss_options(settings),
     settings.of(rl_config.OptimizerOptions),
-    _layout(config, settings),
+    settings.mesh,
+    settings.of(ShardedOptions),
   )
 
 
-def _layout(config: model_config.ModelConfig, settings: options.Settings) -> placed.Layout:
-  model_options = settings.of(model_config.ModelOptions)
-  return placed.layout_of(config, model_options, settings.mesh, settings.of(ShardedOptions))
-
-
-def _state(
-  config: model_config.ModelConfig,
-  params: Any,
-  settings: options.Settings,
-  model_options: model_config.ModelOptions,
-):
-  abstract = api.abstract_params(config, model_options)
+def _state(arm: _Arm, config: model_config.ModelConfig, params: Any, settings: options.Settings):
+  abstract = api.abstract_params(config, settings.of(model_config.ModelOptions))
   state = optimizer.init_state(
     jax.tree.map(jnp.copy, params),
     settings.of(rl_config.OptimizerOptions),
     weight_dtypes=jax.tree.map(lambda s: s.dtype, abstract),
   )
-  layout = _layout(config, settings)
-  return state if layout is None else jax.device_put(state, layout.state(state))
+  if arm.layout is None:
+    return state
+  # From the host: to cut an array that lies on a device takes a program for each.
+  return jax.device_put(jax.device_get(state), arm.layout.state(state))
+
+
+def _counters(
+  found: dict[str, float], counted: float, batches: Sequence[packing.PackedBatch]
+) -> dict[str, float]:
+  """The step's counters of `gates`, and `REPLAYED` where micro-batches can be run again.
+
+  A token is lost where a pair of it and an expert found no row in the micro-batch that counted, or
+  where it is missing from the denominator that the loss is divided by.
+  """
+  tokens = sum(float(b.loss_mask.sum()) for b in batches)
+  lost = abs(tokens - counted) + found.get(mesh_step.DROPPED, 0.0)
+  out = {name: found[name] for name in gates.COUNTERS if name in found}
+  if mesh_step.DISCARDED in found:
+    out[gates.REPLAYED] = found[mesh_step.DISCARDED]
+  return out | {gates.LOST: lost}
 
 
 def run(
@@ -162,33 +195,33 @@ def run(
   Returns:
     A `gates.Step` for each step.
   """
-  layout = _layout(problem.config, settings)
-  programs = _programs(problem.config, settings)
-  model_options = settings.of(model_config.ModelOptions)
-  state = _state(problem.config, problem.params, settings, model_options)
+  arm = _arm(problem.config, settings)
+  programs, layout = arm.programs, arm.layout
+  state = _state(arm, problem.config, problem.params, settings)
   rows = len(problem.steps[0][0].tokens)
   order = np.arange(rows) if row_order is None else np.asarray(row_order)
   back = np.argsort(order)
   hyper = optimizer.hyper_parameters(
     settings.of(rl_config.OptimizerOptions), 1, rows * len(problem.steps[0])
   )
-  out = []
+  out: list[gates.Step] = []
+  empty = None
   for batches in problem.steps:
-    moved = [jax.tree.map(lambda x: x[order], b) for b in batches]
+    moved = [placed.place_batch(jax.tree.map(lambda x: x[order], b), layout) for b in batches]
     weights = train_step.step_weights(programs, state.weights)
-    logprobs, sums = [], None
+    if empty is None:
+      empty = train_step.no_micro_batch(arm.functions, weights, moved[0])
+    sums = jax.device_put(empty, None if layout is None else layout.sums(empty))
+    logprobs = []
     for before, batch in zip(batches, moved):
       values = np.asarray(programs.log_probs(state.weights, batch).logprobs)[back]
       logprobs.append(values[before.loss_mask > 0])
-      if sums is None:
-        sums = programs.first_micro_batch(weights, batch)
-      else:
-        sums = programs.accumulate(weights, sums, batch)
-    assert sums is not None
-    divisor = max(float(sums.denominators.tokens), 1.0)
+      sums = programs.accumulate(weights, sums, batch)
+    counted = float(sums.denominators.tokens)
+    whole = placed.whole_gradients(jax.device_get(sums), layout)
     gradients = {
-      optimizer.path_name(path): np.asarray(g) / divisor
-      for path, g in jax.tree_util.tree_leaves_with_path(placed.whole_gradients(sums, layout))
+      optimizer.path_name(path): np.asarray(g) / max(counted, 1.0)
+      for path, g in jax.tree_util.tree_leaves_with_path(whole)
     }
     state, metrics = programs.update(state, sums, hyper)
     found = train_step.host_metrics(metrics)
@@ -198,7 +231,7 @@ def run(
         grad_norm=found["grad_norm"],
         logprobs=np.concatenate(logprobs),
         gradients=gradients,
-        counters={name: found[name] for name in gates.COUNTERS if name in found},
+        counters=_counters(found, counted, batches),
       )
     )
   return out
