@@ -11,6 +11,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from kernels.rms_norm import rms_norm as rms_norm_lib
 from model import config as config_lib
 
 
@@ -69,22 +70,27 @@ class RmsNorm(nnx.Module):
     scale: Zero at the start.
   """
 
-  def __init__(self, size, config, options, axis: str = "norm"):
+  def __init__(self, size, config, options, axis: str = "norm", *, kernel: bool = False):
     self.eps = config.rms_norm_eps
+    # Of heads, XLA's norm is one pass with the rotation that follows it.
+    self.implementation = options.kernel_implementation if kernel else "reference"
     self.scale = nnx.Param(jnp.zeros((size,), weight_dtype(options)), logical_axes=(axis,))
 
   def __call__(self, x: Float[Array, "... D"], factor: float = 1.0) -> Float[Array, "... D"]:
-    return rms_norm(x, self.scale[...], self.eps, factor)
+    return rms_norm(x, self.scale[...], self.eps, factor, self.implementation)
 
 
 def rms_norm(
-  x: Float[Array, "... D"], scale: Float[Array, " D"], eps: float, factor: float = 1.0
+  x: Float[Array, "... D"],
+  scale: Float[Array, " D"],
+  eps: float,
+  factor: float = 1.0,
+  implementation: str = "reference",
 ) -> Float[Array, "... D"]:
   """x / rms(x) * (1 + scale) * factor in float32, in the type of x."""
-  wide = x.astype(jnp.float32)
-  wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
   scale = 1.0 + scale.astype(jnp.float32)
-  return (wide * (scale if factor == 1.0 else factor * scale)).astype(x.dtype)
+  scale = scale if factor == 1.0 else factor * scale
+  return rms_norm_lib.rms_norm(x, scale, eps, implementation=implementation)
 
 
 def rotary_angles(

@@ -1,5 +1,6 @@
 """The largest model traces and lowers, forward and backward, on a machine without devices."""
 
+import dataclasses
 import time
 
 import jax
@@ -107,6 +108,25 @@ def test_the_grouped_product_is_the_one_asked_for():
   assert "tpu_custom_call" in bundled and "ragged_dot" not in bundled
   assert not any(name in bundled for name in own)
   assert all(name in v2 for name in own) and "ragged_dot" not in v2
+
+
+_FUSED = (
+  "moe_wi_gmm_fused_swiglu",
+  "moe_wo_gmm_fused_dswiglu",
+  "moe_router_grad_from_wo_input",
+)
+
+
+@pytest.mark.parametrize("name", _FUSED)
+def test_a_fusion_that_is_not_wired_is_seen(name, monkeypatch):
+  """What the test below looks for is gone when the model's key does not reach the op."""
+  honest = moe.form_of
+  field = name.removeprefix("moe_").replace("wi_gmm_", "").replace("wo_gmm_", "")
+  monkeypatch.setattr(
+    moe, "form_of", lambda options: dataclasses.replace(honest(options), **{field: False})
+  )
+  with pytest.raises(AssertionError):
+    test_keys_of_the_grouped_kernel_reach_it()
 
 
 def test_keys_of_the_grouped_kernel_reach_it():

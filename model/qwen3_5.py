@@ -45,9 +45,9 @@ class _DecoderLayer(nnx.Module):
 
   def __init__(self, config: config_lib.ModelConfig, options, *, rngs: nnx.Rngs):
     self.sparse = config.is_moe
-    self.input_norm = layers.RmsNorm(config.hidden_size, config, options)
+    self.input_norm = layers.RmsNorm(config.hidden_size, config, options, kernel=True)
     self._make_mixer(config, options, rngs)
-    self.post_norm = layers.RmsNorm(config.hidden_size, config, options)
+    self.post_norm = layers.RmsNorm(config.hidden_size, config, options, kernel=True)
     self.mlp: Any
     if config.is_moe:
       self.mlp = moe.SparseMoe(config, options, rngs=rngs)

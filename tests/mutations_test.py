@@ -167,7 +167,7 @@ def _interleaved_rotation(x, cos, sin):
   return jnp.concatenate([pairs.reshape(*x.shape[:-1], 2 * half), x[..., 2 * half :]], axis=-1)
 
 
-def _plain_norm(x, scale, eps, factor=1.0):
+def _plain_norm(x, scale, eps, factor=1.0, implementation=None):
   return factor * scale * x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + eps)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.conv1d import conv1d, reference, tiling
+from kernels.conv1d import conv1d, pallas_backward, reference, tiling
 
 _TAPS = 4
 
@@ -164,6 +164,28 @@ def test_planted_fault_is_caught(monkeypatch):
   got, expected, _ = _pair(jnp.bfloat16, 96)
   assert not _relative(got[0], expected[0]) <= 2e-3
   assert not _relative(got[1], expected[1]) <= 2e-3
+
+
+@pytest.mark.parametrize("fault", ["slope", "tokens after the tile"])
+def test_planted_faults_of_the_backward_pass_are_caught(fault, monkeypatch):
+  if fault == "slope":
+    honest = pallas_backward._twice_gradient
+    monkeypatch.setattr(pallas_backward, "_twice_gradient", lambda h, d: honest(0.97 * h, d))
+    wrong = (1, 2, 3)
+  else:
+    # The gradients of what follows a tile are read as if the row ended there.
+    honest_bits = tiling.tile_bits
+
+    def without_halo(bits, tokens, parts):
+      found = honest_bits(bits, tokens, parts)
+      return jnp.zeros_like(found) if tokens == tiling.HALO else found
+
+    monkeypatch.setattr(tiling, "tile_bits", without_halo)
+    wrong = (1,)
+  got, expected, _ = _pair(jnp.bfloat16, 96)
+  assert _relative(got[0], expected[0]) <= 2e-3
+  for i in wrong:
+    assert not _relative(got[i], expected[i]) <= 2e-3
 
 
 def test_tiles_are_validated():

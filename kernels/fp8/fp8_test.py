@@ -136,3 +136,25 @@ def test_scale_spans_the_mesh_axis():
 def test_other_types_are_refused():
   with pytest.raises(ValueError, match="float8_e4m3fn"):
     fp8.saturating_cast(jnp.ones(2), jnp.float16)
+
+
+@pytest.mark.parametrize(
+  ("name", "fault", "check"),
+  [
+    (
+      "saturating_cast",
+      lambda x, dtype: x.astype(dtype),
+      lambda: test_cast_rounds_to_nearest_even_and_saturates(fp8.E4M3),
+    ),
+    (
+      "scale_of",
+      lambda absmax, dtype: absmax.astype(jnp.float32) / fp8.largest(dtype),
+      lambda: test_scales_of_empty_and_tiny_blocks_are_finite(fp8.E4M3, jnp.float32),
+    ),
+  ],
+)
+def test_planted_faults_are_caught(name, fault, check, monkeypatch):
+  check()
+  monkeypatch.setattr(fp8, name, fault)
+  with pytest.raises(AssertionError):
+    check()

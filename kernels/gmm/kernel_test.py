@@ -353,6 +353,50 @@ def test_planted_faults_of_the_epilogues_are_caught(monkeypatch, fault):
     _check_mlp("all", "interpret", jnp.float32, "ragged", _TILE)
 
 
+def _no_weights_in_dswiglu(grouped):
+  def wrong(*arguments, weights=None, **keywords):
+    ones = None if weights is None else jnp.ones_like(weights)
+    return grouped(*arguments, weights=ones, **keywords)
+
+  return wrong
+
+
+def _no_weights_in_the_second_product(grouped):
+  def wrong(*arguments, lhs_scale=None, **keywords):
+    ones = None if lhs_scale is None else jnp.ones_like(lhs_scale)
+    return grouped(*arguments, lhs_scale=ones, **keywords)
+
+  return wrong
+
+
+def _up_before_gate(grouped):
+  def wrong(x, w, *arguments, epilogue="none", **keywords):
+    w = jnp.roll(w, w.shape[2] // 2, axis=2) if epilogue == "swiglu" else w
+    return grouped(x, w, *arguments, epilogue=epilogue, **keywords)
+
+  return wrong
+
+
+def _no_router_gradient(grouped):
+  def wrong(*arguments, epilogue="none", **keywords):
+    out = grouped(*arguments, epilogue=epilogue, **keywords)
+    return (out[0], jnp.zeros_like(out[1])) if epilogue == "dswiglu" else out
+
+  return wrong
+
+
+@pytest.mark.parametrize(
+  "fault",
+  [_no_weights_in_dswiglu, _no_weights_in_the_second_product, _up_before_gate, _no_router_gradient],
+)
+def test_planted_faults_of_the_fusions_wiring_are_caught(monkeypatch, fault):
+  """The kernels are right and the op calls them wrongly."""
+  monkeypatch.setattr(row_kernel, "grouped", fault(row_kernel.grouped))
+  monkeypatch.setitem(globals(), "_run_mlp", jax.jit(_mlp, static_argnums=6))
+  with pytest.raises(AssertionError):
+    _check_mlp("all", "interpret", jnp.float32, "ragged", _TILE)
+
+
 def test_visits_of_many_groups_stay_bounded():
   rng = np.random.default_rng(0)
   rows, tile = 1 << 21, 512

@@ -58,6 +58,41 @@ def test_equals_the_reference(dtype, temperature, token_chunk, vocab_block):
     assert _relative(g, w) < TOLERANCE[dtype]
 
 
+def _overlap_counts_twice(vocab, block):
+  wanted = jnp.arange(0, vocab, block, dtype=jnp.int32)
+  starts = jnp.minimum(wanted, vocab - block)
+  return starts, starts
+
+
+def _one_product(a, b, axis):
+  """The low part of the float32 side is left out."""
+  half = b[: b.shape[0] // 2] if b.dtype == jnp.bfloat16 else b
+  return jax.lax.dot_general(
+    a.astype(jnp.bfloat16),
+    half.astype(jnp.bfloat16),
+    (((axis,), (0,)), ((), ())),
+    preferred_element_type=jnp.float32,
+  )
+
+
+@pytest.mark.parametrize(
+  ("name", "fault"),
+  [
+    ("_blocks", _overlap_counts_twice),
+    ("_logits", lambda x, rows, temperature: jnp.dot(x, rows.T, precision="highest")),
+    ("_dot_float32", _one_product),
+  ],
+)
+def test_planted_faults_are_caught(name, fault, monkeypatch):
+  case = (jnp.float32, 0.5, 16, 64)
+  test_equals_the_reference(*case)
+  monkeypatch.setattr(op, name, fault)
+  jax.clear_caches()
+  with pytest.raises(AssertionError):
+    test_equals_the_reference(*case)
+  jax.clear_caches()
+
+
 def test_float32_is_as_near_the_truth_as_the_reference():
   hidden, table, targets, cotangents = _inputs(tokens=300, vocab=2048, width=64)
   z = np.asarray(hidden, np.float64) @ np.asarray(table, np.float64).T

@@ -26,14 +26,14 @@ def logprob_head(*, which: str, tokens: int, vocab: int, width: int) -> Any:
   return lower(training, *operands, *[((tokens,), float32)] * 2)
 
 
-def rms_norm(*, which: str, tokens: int, width: int) -> Any:
-  """The norm before a layer's two halves, or its gradients."""
+def rms_norm(*, which: str, tokens: int, width: int, implementation: str = "reference") -> Any:
+  """The norm before a layer's two halves, or its gradients; by XLA or by the kernels."""
   import jax
   import jax.numpy as jnp
 
   from model import layers
 
-  run = lambda x, scale: layers.rms_norm(x, scale, 1e-6)
+  run = lambda x, scale: layers.rms_norm(x, scale, 1e-6, implementation=implementation)
   x, scale = ((tokens, width), jnp.bfloat16), ((width,), jnp.float32)
   lower = public_kernels.lower_on_one_slice
   if which == "forward":
