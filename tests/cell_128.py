@@ -26,9 +26,11 @@ CONFIG = dataclasses.replace(
   linear_key_head_dim=8,
   linear_value_head_dim=8,
   num_experts=64,
-  num_experts_per_tok=4,
+  num_experts_per_tok=2,
   moe_intermediate_size=16,
   shared_expert_intermediate_size=16,
+  # A head of random weights gives logits in proportion to them, and N4 counts in nats.
+  initializer_range=0.015,
 )
 
 # Every key of the mesh that loses nothing, and chooses no kernel.
@@ -37,17 +39,23 @@ LOSSLESS = ShardedOptions(
   use_ring_of_experts=True,
   num_moe_token_chunks=2,
   moe_chunk_pipeline=True,
-  ragged_buffer_factor=4.0,
+  ragged_buffer_factor=2.75,
   ragged_unsort_spread_masked_indices=True,
   context_parallel_attention_load_balance=True,
   context_parallel_attention_load_balance_hoist_ids=True,
   context_parallel_attention_load_balance_order="dual_chunk_swap_local_self",
   dense_grad_reduce="all_reduce",
+  decoder_layer_input="offload",
   query_proj="device",
   key_proj="device",
   value_proj="device",
+  attention_out="device",
+  out_proj="device",
   gdn="device",
+  gdn_conv="device",
   moe_x_sorted="device",
+  mlpwi="device",
+  mlpwo="device",
 )
 
 
@@ -63,6 +71,15 @@ def everything() -> dict[str, Any]:
     "remat_policy": "custom",
     "float32_gate_logits": True,
     "retry_when_tokens_dropped": True,
+    "kernel_implementation": "auto",
+    "context": "device",
+    "gdn_states": "device",
+    "use_tokamax_gmm": True,
+    "use_gmm_v2": True,
+    "prefuse_moe_weights": True,
+    "moe_router_grad_from_wo_input": True,
+    "router_replay": True,
+    "moe_fallback_topk_capacity": 8,
     "fp8_moe_fake_quant": True,
     "fp8_moe_fake_quant_hoist": True,
     "moe_fp8_token_all_gather": True,
