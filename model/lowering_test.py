@@ -62,6 +62,7 @@ def test_kernels_reach_the_model():
     assert kernel in text, kernel
   for kernel in ("causal_conv1d_silu_backward", "flash_attention_forward", "flash_attention_back"):
     assert kernel in text, kernel
+  assert "rms_norm_backward" in text
   assert "tpu_custom_call" not in _lowered_layers()
 
 
