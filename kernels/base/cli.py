@@ -7,6 +7,7 @@ status: 0 done, 1 the user's error at run time, 2 flags refused, 130 interrupted
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 
 from absl import flags
 
-from kernels.base import options, refusals
+from kernels.base import options, outputs, refusals
 
 # absl's own special flag that lets unknown names pass would make a key silently inert.
 _FORBIDDEN = "undefok"
@@ -74,7 +75,8 @@ def expand_flag_files(argv: Sequence[str], environ: Mapping[str, str] | None = N
   says so in BUILD_WORKING_DIRECTORY.
 
   Raises:
-    flags.Error: A file cannot be read.
+    flags.Error: A file cannot be opened.
+    options.OptionError: It is no text.
   """
   environ = os.environ if environ is None else environ
   base = environ.get("BUILD_WORKING_DIRECTORY", "")
@@ -88,7 +90,12 @@ def expand_flag_files(argv: Sequence[str], environ: Mapping[str, str] | None = N
       argument = os.path.join(base, os.path.expanduser(argument))
     is_path = flag and not equals
     placed.append(argument)
-  return [argv[0], *flags.FlagValues().read_flags_from_files(placed, force_gnu=False)]
+  try:
+    return [argv[0], *flags.FlagValues().read_flags_from_files(placed, force_gnu=False)]
+  except (UnicodeDecodeError, OSError) as error:
+    why = getattr(error, "strerror", None) or "no UTF-8 text"
+    given = [a for a in placed if "flagfile" in a]
+    raise options.OptionError(f"{', '.join(given)}: {why}; give a text file of flags") from None
 
 
 def parse(
@@ -152,6 +159,31 @@ def parse(
   return settings
 
 
+def arm(argv: Sequence[str], name: str, extra: str, own: Sequence[str]) -> list[str]:
+  """A command line with the flags of one arm after it.
+
+  Args:
+    argv: The command line.
+    name: The flag that holds the arm's flags.
+    extra: Its value.
+    own: Flags that belong to the command line alone.
+
+  Raises:
+    options.OptionError: A quotation does not end, or a flag of the command line's is in it.
+  """
+  try:
+    words = shlex.split(extra)
+  except ValueError as error:
+    raise options.OptionError(f"--{name}={extra}: {error}") from None
+  for word in words:
+    flag = word.lstrip("-").split("=")[0]
+    if word.startswith("-") and flag in (*own, "help", _CHECK, name):
+      raise options.OptionError(
+        f"--{name}: {word} has no place in it; want the trainer's flags as --key=value"
+      )
+  return [*argv, *words]
+
+
 def help_text(description: str, components: Sequence[type], positionals: Sequence[str] = ()) -> str:
   """The text of --help: every flag by component, with default and allowed values."""
   lines = [textwrap.dedent(description).strip(), ""]
@@ -178,11 +210,12 @@ def main(
   positionals: Sequence[str] = (),
   description: str = "",
   argv: Sequence[str] | None = None,
+  judge: Callable[[options.Settings], object] = lambda settings: None,
 ) -> None:
   """Runs a binary: parse, refuse, then `run(settings)`; exits the process.
 
   `--help` and `--check` are answered here.  `run` imports what is heavy inside, so that neither
-  of the two waits for it.
+  of the two waits for it.  `judge` raises on what the flags alone tell and no rule can say.
   """
   argv = list(sys.argv if argv is None else argv)
   if any(a in ("--help", "-h", "-help", "--helpfull") for a in argv[1:]):
@@ -190,6 +223,7 @@ def main(
     sys.exit(0)
   try:
     settings = parse(argv, components, rules=rules, positionals=positionals)
+    judge(settings)
     if settings.check_only:
       changed = settings.changed
       print(
@@ -197,6 +231,7 @@ def main(
         "devices and memory are judged when it starts"
       )
       sys.exit(0)
+    outputs.refuse_unwritable(settings, os.environ.get("BUILD_WORKING_DIRECTORY", ""))
     status = run(settings)
   except options.OptionError as error:
     print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)

@@ -55,6 +55,7 @@ class Option:
     check: Further test of a value; returns what is wrong, or None.
     env: Environment variable that gives the value when the flag is absent.
     component: Name of the declaring dataclass.
+    writes: Whether the value names a file that the tool writes.
   """
 
   name: str
@@ -69,6 +70,7 @@ class Option:
   check: Callable[[Any], str | None] | None
   env: str | None
   component: str
+  writes: bool = False
 
   @property
   def allowed(self) -> str:
@@ -162,6 +164,7 @@ def option(
   maximum: float | None = None,
   check: Callable[[Any], str | None] | None = None,
   env: str | None = None,
+  writes: bool = False,
 ) -> Any:
   """Declares a field of an option dataclass.
 
@@ -173,6 +176,7 @@ def option(
     maximum: Greatest allowed number.
     check: Takes a value, returns what is wrong with it or None.
     env: Environment variable read, at the flag edge only, when the flag is absent.
+    writes: The value names a file to write; it is judged before the tool starts.
 
   Returns:
     A dataclass field.
@@ -184,6 +188,7 @@ def option(
     "maximum": maximum,
     "check": check,
     "env": env,
+    "writes": writes,
   }
   return dataclasses.field(default=default, metadata={_METADATA_KEY: metadata})
 

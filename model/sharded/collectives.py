@@ -29,14 +29,23 @@ def gather_weights(weights: Tree, leaves: Tree, dtype) -> Tree:
     dtype: Type that split weights are cast to before they travel: the one they are multiplied in.
   """
 
-  def one(weight, leaf: Leaf):
-    if leaf.gather and not leaf.exact:
-      weight = weight.astype(dtype)
-    for dim, axes in leaf.gather:
-      weight = lax.all_gather(weight, axes, axis=weight.ndim + dim, tiled=True)
-    return weight
+  def one(path, weight, leaf: Leaf):
+    # A name for reports: the gather and its transpose belong to the block that they serve.
+    with jax.named_scope(_served(jax.tree_util.keystr(path, simple=True, separator="/"))):
+      if leaf.gather and not leaf.exact:
+        weight = weight.astype(dtype)
+      for dim, axes in leaf.gather:
+        weight = lax.all_gather(weight, axes, axis=weight.ndim + dim, tiled=True)
+      return weight
 
-  return jax.tree.map(one, weights, leaves)
+  return jax.tree_util.tree_map_with_path(one, weights, leaves)
+
+
+def _served(name: str) -> str:
+  """`mlp/wi` -> `weights/moe/wi`: the routed experts' are told from a dense block's."""
+  if name.endswith(("/wi", "/wo", "/router/kernel")):
+    name = name.replace("mlp/", "moe/", 1)
+  return f"weights/{name}" if name else "weights"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

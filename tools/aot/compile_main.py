@@ -11,24 +11,37 @@ the memory: a fast verdict.  --full goes through code generation.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import pathlib
+import re
 import sys
 import tempfile
 from typing import Any
 
-from kernels.base import cli, options
+from kernels.base import cli, mesh, options
 from rl import recipes, refusals, trainer_options
 from tools.aot import trainer_programs
+
+_TOPOLOGY = re.compile(r"[a-z]\w*:[1-9]\d*(x[1-9]\d*){1,2}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AotOptions:
   """What is compiled, for which chips, how far, and where the reports go."""
 
-  topology: str = options.option("tpu7x:4x4x8", help="TPU topology, chips along the torus.")
+  topology: str = options.option(
+    "tpu7x:4x4x8",
+    help="TPU topology, chips along the torus.",
+    check=lambda text: (
+      None if _TOPOLOGY.fullmatch(text) else "want a kind and chips, such as tpu7x:4x4x8"
+    ),
+  )
   programs: tuple[str, ...] = options.option(
-    trainer_programs.PROGRAMS, help="Programs to compile.", choices=trainer_programs.PROGRAMS
+    trainer_programs.PROGRAMS,
+    help="Programs to compile.",
+    choices=trainer_programs.PROGRAMS,
+    check=lambda names: None if names else "want at least one",
   )
   groups: int | None = options.option(
     None, help="Cut the model to so many groups of layers; empty for the whole model.", minimum=1
@@ -54,13 +67,29 @@ def trainer_values(settings: options.Settings) -> dict[str, Any]:
   return {name: value for name, value in settings.as_dict().items() if name not in own}
 
 
+def judge(settings: options.Settings) -> None:
+  """What the flags alone tell.
+
+  Raises:
+    options.OptionError: There would be no executable to save, or the slice has another number of
+      devices than the mesh: the trainer would not start there.
+  """
+  if settings.serialize and not settings.full:
+    raise options.OptionError("--serialize needs --full: there is no executable before")
+  kind, chips = settings.topology.split(":")
+  devices = 2 * math.prod(map(int, chips.split("x")))
+  if kind == "tpu7x" and settings.mesh and mesh.MeshShape.parse(settings.mesh).devices != devices:
+    raise options.OptionError(
+      f"--mesh={settings.mesh}: {settings.topology} has {devices} devices, two a chip; give a mesh of "
+      "as many, or another topology"
+    )
+
+
 def run(settings: options.Settings) -> int:
   """Compiles, reports, and prices the step."""
   from tools.aot import compiler, files, narrow, show
 
   os.chdir(os.environ.get("BUILD_WORKING_DIRECTORY", "."))
-  if settings.serialize and not settings.full:
-    raise options.UserError("--serialize needs --full: there is no executable before")
   grid = files.grid_of(settings.mesh or "1x1x1", ())
   values = trainer_values(settings)
   seconds = {}
@@ -121,6 +150,7 @@ def main(argv: list[str] | None = None) -> None:
     rules=refusals.RULES,
     description=__doc__ or "",
     argv=recipes.expand(sys.argv if argv is None else argv),
+    judge=judge,
   )
 
 

@@ -319,7 +319,7 @@ def parse(text: str) -> Module:
     The module.
 
   Raises:
-    ValueError: The text has no entry computation.
+    ValueError: The text has no entry computation, or ends within one.
   """
   header = next((line for line in text.splitlines() if line.startswith("HloModule")), "")
   name = header.split(",")[0].removeprefix("HloModule ").strip()
@@ -337,6 +337,8 @@ def parse(text: str) -> Module:
   module = Module(name, computations, "is_scheduled=true" in header)
   if not any(c.is_entry for c in computations.values()):
     raise ValueError("HLO text has no ENTRY computation: want the text of one HLO module")
+  if current is not None:
+    raise ValueError(f"HLO text is cut short: computation {current.name} does not end")
   return module
 
 

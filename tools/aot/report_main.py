@@ -26,8 +26,8 @@ class ReportOptions:
   )
   name: str = options.option("", help="Name of the program in the report; empty: the module's.")
   rows: int = options.option(25, help="Rows of the longer tables.", minimum=1)
-  json: str | None = options.option(None, help="File to write the report to as JSON.")
-  plot: str | None = options.option(None, help="PNG file to write the plots to.")
+  json: str | None = options.option(None, help="File to write the report to as JSON.", writes=True)
+  plot: str | None = options.option(None, help="PNG file to write the plots to.", writes=True)
 
 
 RULES = (

@@ -138,6 +138,8 @@ def parts(settings, groups: int | None):
     model = model_config.preset(settings.model_preset)
   if groups is not None:
     layers = groups * model.full_attention_interval
+    if layers > model.num_hidden_layers:
+      raise ValueError(f"--groups={groups}: the model has {model.num_groups}; give at most as many")
     model = dataclasses.replace(model, num_hidden_layers=layers)
   return (
     model,

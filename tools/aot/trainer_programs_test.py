@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kernels.base import options
+from kernels.base import cli, options
 from tools.aot import compile_main, compiler, files, narrow, trainer_programs
 
 SMALL = {
@@ -23,6 +23,30 @@ def test_options_reach_the_program():
   assert (model.num_hidden_layers, loss.logps_chunk_size, batch.micro_batch_rows) == (4, 32, 8)
   cut = trainer_programs.parts(trainer_programs.settings_of({"model_preset": "35B-A3B"}), 1)[0]
   assert cut.num_hidden_layers == 4 and cut.hidden_size == 2048 and cut.is_moe
+
+
+def test_more_groups_than_the_model_has_are_refused():
+  settings = options.Settings(compile_main.COMPONENTS, {"model_preset": "tiny"})
+  with pytest.raises(ValueError, match="--groups=9: the model has 1; give at most as many"):
+    trainer_programs.parts(settings, 9)
+
+
+@pytest.mark.parametrize(
+  ("values", "words"),
+  [
+    ({"serialize": True}, "needs --full"),
+    ({"mesh": "4x1x1", "topology": "tpu7x:2x2x1"}, "has 8 devices"),
+  ],
+)
+def test_flags_that_contradict_each_other_are_refused(values, words):
+  with pytest.raises(options.OptionError, match=words):
+    compile_main.judge(options.Settings(compile_main.COMPONENTS, values))
+  compile_main.judge(
+    options.Settings(compile_main.COMPONENTS, {"mesh": "8x1x1", "topology": "tpu7x:2x2x1"})
+  )
+  for given in ("--topology=tpu7x", "--topology=tpu7x:4x0x4", "--programs="):
+    with pytest.raises(options.OptionError, match=given.split("=")[0]):
+      cli.parse(["t", given], compile_main.COMPONENTS)
 
 
 def test_flags_are_the_trainers_and_its_own():

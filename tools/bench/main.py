@@ -13,7 +13,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import shlex
 import sys
 
 from kernels.base import cli, mesh, options
@@ -55,7 +54,7 @@ class BenchOptions:
   routing_file: str | None = options.option(
     None, help=".npy file of experts [tokens, layers, top_k], for file."
   )
-  json: str | None = options.option(None, help="File to write everything to as JSON.")
+  json: str | None = options.option(None, help="File to write everything to as JSON.", writes=True)
 
 
 COMPONENTS = (*trainer_options.COMPONENTS, BenchOptions)
@@ -67,7 +66,7 @@ def arm_settings(argv: list[str], extra: str | None) -> options.Settings:
   Raises:
     options.OptionError: A flag is unknown or refused.
   """
-  line = [*argv, *shlex.split(extra or "")]
+  line = cli.arm(argv, "b_flags", extra or "", ("json",))
   return cli.parse(recipes.expand(line), COMPONENTS, rules=refusals.RULES)
 
 
@@ -133,6 +132,7 @@ def main(argv: list[str] | None = None) -> None:
     rules=refusals.RULES,
     description=__doc__ or "",
     argv=recipes.expand(line),
+    judge=lambda settings: settings.b_flags and arm_settings(line, settings.b_flags),
   )
 
 

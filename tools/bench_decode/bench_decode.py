@@ -26,14 +26,19 @@ class BenchOptions:
 
   model_preset: str = option("tiny_moe", help="Model preset.", check=model_config.check_preset)
   dtype: str = option("float32", help="Type of activations.", choices=("float32", "bfloat16"))
-  batches: tuple[int, ...] = option((1, 16, 64), help="Batch sizes.", minimum=1)
+  batches: tuple[int, ...] = option(
+    (1, 16, 64),
+    help="Batch sizes.",
+    minimum=1,
+    check=lambda sizes: None if sizes else "want at least one",
+  )
   new_tokens: int = option(128, help="Tokens each request completes.", minimum=2)
   prompt_tokens: int = option(32, help="Tokens of a prompt.", minimum=1)
   contexts: tuple[int, ...] = option(
     (64, 512, 2048), help="Context lengths of the second table.", minimum=1
   )
   repeats: int = option(3, help="Runs of each; the median is shown.", minimum=1)
-  json: str | None = option(None, help="File for the numbers as JSON.")
+  json: str | None = option(None, help="File for the numbers as JSON.", writes=True)
 
 
 def throughput(settings: options.Settings, batch: int) -> float:

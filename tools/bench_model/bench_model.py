@@ -29,13 +29,15 @@ class BenchOptions:
   """What is measured."""
 
   model_presets: tuple[str, ...] = option(
-    ("tiny", "tiny_moe"), help="Built-in models to measure, separated by commas."
+    ("tiny", "tiny_moe"),
+    help="Built-in models to measure, separated by commas.",
+    check=lambda names: None if names else "want at least one",
   )
   rows: int = option(4, help="Rows of a batch.", minimum=1)
   row_tokens: int = option(512, help="Tokens of a row.", minimum=4)
   segments: int = option(3, help="Segments packed into a row.", minimum=1)
   repeats: int = option(5, help="Timed runs of each; the median counts.", minimum=1)
-  json: str | None = option(None, help="File for the numbers as JSON.")
+  json: str | None = option(None, help="File for the numbers as JSON.", writes=True)
 
 
 def packed_rows(settings: options.Settings, vocab_size: int):

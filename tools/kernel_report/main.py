@@ -28,9 +28,9 @@ class KernelReportOptions:
     True, help="Compile a device's whole work too, for its VMEM, spills and compile time."
   )
   time_limit: float = options.option(600.0, help="Seconds for each compile.", minimum=1.0)
-  json: str | None = options.option(None, help="File to write rows to as JSON.")
+  json: str | None = options.option(None, help="File to write rows to as JSON.", writes=True)
   markdown: str | None = options.option(None, help="File to write the table to as Markdown.")
-  plot: str | None = options.option(None, help="PNG file to write the chart to.")
+  plot: str | None = options.option(None, help="PNG file to write the chart to.", writes=True)
 
 
 def run(settings: options.Settings) -> int:

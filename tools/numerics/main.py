@@ -13,7 +13,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import shlex
 import sys
 
 from kernels.base import cli, options
@@ -42,13 +41,15 @@ class NumericsOptions:
   )
   routing_file: str | None = options.option(None, help=".npy file of experts, for file.")
   record: str | None = options.option(
-    None, help="File (.npz) to write the reference's run to; the candidate may be left out."
+    None,
+    help="File (.npz) to write the reference's run to; the candidate may be left out.",
+    writes=True,
   )
   recorded: str | None = options.option(
     None, help="A recorded reference to judge the command line's own configuration against."
   )
-  json: str | None = options.option(None, help="File to write gates to as JSON.")
-  plot: str | None = options.option(None, help="PNG file to write the plot to.")
+  json: str | None = options.option(None, help="File to write gates to as JSON.", writes=True)
+  plot: str | None = options.option(None, help="PNG file to write the plot to.", writes=True)
 
 
 COMPONENTS = (*trainer_options.COMPONENTS, NumericsOptions)
@@ -69,7 +70,7 @@ def candidate_settings(argv: list[str], extra: str) -> options.Settings:
   Raises:
     options.OptionError: A flag is unknown or refused.
   """
-  line = [*argv, *shlex.split(extra)]
+  line = cli.arm(argv, "b_flags", extra, ("json", "plot", "record", "recorded"))
   return cli.parse(recipes.expand(line), COMPONENTS, rules=refusals.RULES)
 
 
@@ -139,6 +140,7 @@ def main(argv: list[str] | None = None) -> None:
     rules=refusals.RULES,
     description=__doc__ or "",
     argv=recipes.expand(line),
+    judge=lambda settings: settings.b_flags and candidate_settings(line, settings.b_flags),
   )
 
 

@@ -78,7 +78,7 @@ class RooflineOptions:
   measured_seconds: float | None = options.option(
     None, help="A step time to give throughput and MFU for.", minimum=1e-9
   )
-  json: str | None = options.option(None, help="File to write everything to as JSON.")
+  json: str | None = options.option(None, help="File to write everything to as JSON.", writes=True)
   plot: str | None = options.option(
     None, help="File to write the bar chart to: .png, .pdf or .svg.", check=_plot_fault
   )
@@ -162,4 +162,11 @@ def run(settings: options.Settings) -> int:
 
 
 if __name__ == "__main__":
-  cli.main(run, components=[RooflineOptions], rules=RULES, description=__doc__)
+  cli.main(
+    run,
+    components=[RooflineOptions],
+    rules=RULES,
+    description=__doc__,
+    # A file of the user's is read when it starts.
+    judge=lambda settings: None if settings.model_config else workload(settings),
+  )

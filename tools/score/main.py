@@ -30,12 +30,13 @@ class ScoreOptions:
     None, help="Checkpoint directory: config.json and safetensors."
   )
   input: str | None = options.option(None, help="JSON Lines file to score.")
-  output: str | None = options.option(None, help="JSON Lines file to write.")
+  output: str | None = options.option(None, help="JSON Lines file to write.", writes=True)
   hidden: str | None = options.option(
     None,
     help="Also write N/tokens, N/hidden [layers + 1, tokens, h] (embedding, each layer, the last "
     "after the final norm), N/logits [tokens, vocabulary] and, of a sparse model, "
     "N/routed_experts [tokens, layers, k] for the line numbered N to this .npz file.",
+    writes=True,
   )
   pack: bool = options.option(
     False, help="Put several lines in a row, as segments that do not see each other."
@@ -47,14 +48,21 @@ class ScoreOptions:
   )
 
 
+def judge(settings: options.Settings) -> None:
+  """Names the flags that are needed and missing.
+
+  Raises:
+    options.OptionError: There are some.
+  """
+  names = ("checkpoint", "input", "output")
+  if missing := [name for name in names if getattr(settings, name) is None]:
+    raise options.OptionError("\n".join(f"--{name} is needed" for name in missing))
+
+
 def run(settings: options.Settings) -> int:
   """Reads, scores, writes."""
-  chosen: ScoreOptions = settings.of(ScoreOptions)
-  missing = [n for n in ("checkpoint", "input", "output") if getattr(chosen, n) is None]
-  if missing:
-    raise options.OptionError("\n".join(f"--{name} is needed" for name in missing))
   os.chdir(os.environ.get("BUILD_WORKING_DIRECTORY", "."))
-  score(chosen, settings.of(model_config.ModelOptions))
+  score(settings.of(ScoreOptions), settings.of(model_config.ModelOptions))
   return 0
 
 
@@ -165,4 +173,9 @@ def _write_hidden(writer, model, found, place) -> None:
 
 
 if __name__ == "__main__":
-  cli.main(run, components=[ScoreOptions, model_config.ModelOptions], description=__doc__)
+  cli.main(
+    run,
+    components=[ScoreOptions, model_config.ModelOptions],
+    description=__doc__,
+    judge=judge,
+  )

@@ -357,11 +357,17 @@ def test_flags(tmp_path, capsys):
         main.run,
         components=[main.ScoreOptions, config_lib.ModelOptions],
         argv=["score", *arguments],
+        judge=main.judge,
       )
     return stopped.value.code, capsys.readouterr().err
 
   status, text = run()
   assert status == 2 and all(f"--{n} is needed" in text for n in ("checkpoint", "input", "output"))
+  (tmp_path / "in").write_text("{}\n")
+  given = f"--checkpoint={tmp_path}", f"--input={tmp_path / 'in'}"
+  status, text = run(*given, f"--output={tmp_path / 'o'}", f"--hidden={tmp_path / 'in'}")
+  assert status == 1 and "would overwrite --input=" in text
+  assert (tmp_path / "in").read_text() == "{}\n"
   status, text = run("--checkpoints=x")
   assert status == 2 and "nearest flag is --checkpoint" in text
   status, text = run(f"--checkpoint={tmp_path / 'c'}", "--input=x", f"--output={tmp_path / 'out'}")
