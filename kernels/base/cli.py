@@ -134,7 +134,9 @@ def parse(
         raise options.OptionError(f"--{_FORBIDDEN} is refused: it would make unknown flags inert")
     rest = registry([argv[0], *expanded])[1:]
   except flags.UnrecognizedFlagError as error:
-    raise options.OptionError(options.unknown_name(error.flagname, declared)) from None
+    raise options.OptionError(
+      options.unknown_name(error.flagname, (*declared, _CHECK, "flagfile", "help"))
+    ) from None
   except (flags.Error, ValueError) as error:
     raise options.OptionError(str(error).removeprefix("ERROR:: ")) from None
   if len(rest) != len(positionals):

@@ -13,6 +13,8 @@ from typing import Any
 
 from kernels.base import options
 
+_FEW = 4  # Options of a rule that are all shown with their values.
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
@@ -53,10 +55,13 @@ def broken_rules(settings: options.Settings, rules: Sequence[Rule]) -> list[Rule
 
 
 def describe(rule: Rule, settings: options.Settings) -> str:
-  """One line: the values given and the reason they are refused."""
-  given = " ".join(
-    f"--{key}={settings.options[key].show(getattr(settings, key))}" for key in rule.keys
-  )
+  """One line: the values given and the reason they are refused.
+
+  Of a rule about many options only those that differ from their defaults are named.
+  """
+  changed = settings.changed
+  keys = [k for k in rule.keys if k in changed or len(rule.keys) <= _FEW or not changed]
+  given = " ".join(f"--{key}={settings.options[key].show(getattr(settings, key))}" for key in keys)
   return f"refused [{rule.name}] {given}: {rule.reason}"
 
 

@@ -86,6 +86,14 @@ class RooflineOptions:
 
 RULES = (
   refusals.Rule(
+    name="one-model",
+    keys=("model_config", "model_preset"),
+    broken=lambda s: s.model_config is not None and s.model_preset != "397B-A17B",
+    reason="give model_config or model_preset, not both",
+    accepted={"model_config": "config.json"},
+    refused={"model_config": "config.json", "model_preset": "9B"},
+  ),
+  refusals.Rule(
     name="one-effective-length",
     keys=("effective_length", "segment_lengths"),
     broken=lambda s: s.effective_length is not None and bool(s.segment_lengths),

@@ -66,8 +66,8 @@ def summary(roofline: Roofline, measured_seconds: float | None = None) -> list[s
     f"{work.step_tokens:,} tokens a step = {work.micro_batches} x {work.rows} rows x "
     f"{work.row_tokens:,}; {work.device_tokens:,.0f} a micro-batch and device; effective length "
     f"{work.segment_length:,.0f}",
-    f"floor {floor:.2f} s ({slowest}), {roofline.tokens_per_second_per_chip(floor):,.0f} "
-    f"tokens/s/chip, MFU {roofline.mfu(floor):.1%}; products without replay {bare:.2f} s",
+    f"floor {floor:.2f} s ({slowest}, the largest sum of a column), "
+    f"{roofline.tokens_per_second_per_chip(floor):,.0f} tokens/s/chip, MFU {roofline.mfu(floor):.1%}; products without replay {bare:.2f} s",
   ]
   if measured_seconds:
     lines.append(
