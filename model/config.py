@@ -305,6 +305,16 @@ class ModelOptions(attention_options.AttentionOptions, gmm_options.GmmOptions):
     "device, and only they go through top-k; where there are more, or with 0, all tokens do.",
     minimum=0,
   )
+  scan_layers: bool = options.option(
+    True,
+    help="One body of each kind of layer in a loop; false writes every layer out: the compiler sees "
+    "across layers, at the price of a program that grows with the model.",
+  )
+  param_scan_axis: int = options.option(
+    0,
+    help="Axis of stacked weights along which the groups of layers lie; only 0 is computed.",
+    choices=(0, 1),
+  )
   remat_policy: str = options.option(
     "full",
     help="What the backward pass recomputes: full keeps each layer's input alone, none keeps "

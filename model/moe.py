@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from kernels.base import options as options_lib
@@ -30,12 +31,13 @@ class Routing(NamedTuple):
   logits: Float[Array, "B S E"]
 
 
-def form_of(options: config_lib.ModelOptions) -> expert_mlp.Form:
+def form_of(options: config_lib.ModelOptions, saved: tuple[str, ...] = ()) -> expert_mlp.Form:
   """How the experts' MLP runs as one op; with `use_gmm_v2` by the kernels."""
   return expert_mlp.Form(
     fused_swiglu=options.moe_wi_gmm_fused_swiglu,
     router_grad_from_wo_input=options.moe_router_grad_from_wo_input,
     fused_dswiglu=options.moe_wo_gmm_fused_dswiglu,
+    saved=saved,
     prefused=options.prefuse_moe_weights,
     implementation=options.kernel_implementation if options.use_gmm_v2 else "reference",
     wi_tiles=options.tiles("wi"),
@@ -59,7 +61,8 @@ def plain_rows(
     gate, up = jnp.split(product(rows, wi, group_sizes), 2, axis=-1)
   else:
     gate, up = (product(rows, half, group_sizes) for half in jnp.split(wi, 2, axis=2))
-  return product(jax.nn.silu(gate) * up, wo, group_sizes)
+  gate, up = checkpoint_name(gate, expert_mlp.GATE), checkpoint_name(up, expert_mlp.UP)
+  return checkpoint_name(product(jax.nn.silu(gate) * up, wo, group_sizes), expert_mlp.OUT)
 
 
 class SparseMoe(nnx.Module):

@@ -115,7 +115,7 @@ def apply_layer(kind, config, options, output_hidden_states, context, weights, x
 
   if options.remat_policy == "full" and cache is None:
     # Inside a scan nothing can be merged across the recomputation, so no barrier is needed.
-    run = jax.checkpoint(run, prevent_cse=False)
+    run = jax.checkpoint(run, prevent_cse=not options.scan_layers)
   x, routing, cache = run(weights, x, context, replay, cache)
   return x, LayerOutput(routing, x if output_hidden_states else None, cache)
 
@@ -159,12 +159,13 @@ def run_stack(
   groups, per_group = config.num_groups, config.gdn_per_group
   interval = config.full_attention_interval
   common = (config, options, output_hidden_states, context)
+  unroll = not options.scan_layers
 
   def scan_gdn(x, weights, replay, caches):
     def body(x, per_layer):
       return apply_layer(GdnLayer, *common, per_layer[0], x, per_layer[1], per_layer[2])
 
-    return jax.lax.scan(body, x, (weights, replay, caches))
+    return jax.lax.scan(body, x, (weights, replay, caches), unroll=unroll)
 
   def group(x, per_group_values):
     weights, replay, caches = per_group_values
@@ -181,7 +182,8 @@ def run_stack(
   if replay is not None:
     group_replay = replay[: groups * interval].reshape(groups, interval, *replay.shape[1:])
     tail_replay = replay[groups * interval :]
-  x, (gdn_out, attn_out) = jax.lax.scan(group, x, (params["groups"], group_replay, group_caches))
+  stacked = (params["groups"], group_replay, group_caches)
+  x, (gdn_out, attn_out) = jax.lax.scan(group, x, stacked, unroll=unroll)
   tail_out = None
   if config.num_tail_layers:
     x, tail_out = scan_gdn(x, params["tail"], tail_replay, tail_caches)

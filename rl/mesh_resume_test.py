@@ -19,6 +19,7 @@ MESH = (
   "--mesh=2x2x2",
   "--custom_mesh_and_rule=cp-as-ep-dense-no-cp",
   "--use_ring_of_experts",
+  "--use_ragged_sort",
   "--context_parallel_attention_load_balance",
 )
 

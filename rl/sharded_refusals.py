@@ -5,20 +5,40 @@ A part of the one table in `refusals`.
 
 from __future__ import annotations
 
+import math
+
 from kernels.base.mesh import MeshShape
 from kernels.base.options import Settings, declared
 from kernels.base.refusals import Rule
 from model import config as model_config
-from model.sharded.options import SAVED, ShardedOptions
+from model.sharded.options import DENSE_AXES, SAVED, ShardedOptions
 
 _CELL = {"mesh": "2x2x2", "micro_batch_rows": 4, "model_preset": "tiny_moe"}
-_RING = {"custom_mesh_and_rule": "cp-as-ep", "use_ring_of_experts": True}
+_RING = {
+  "custom_mesh_and_rule": "cp-as-ep",
+  "use_ring_of_experts": True,
+  "use_ragged_sort": True,
+}
 _FP8 = {**_RING, "fp8_moe_fake_quant": True}
+_CUSTOM = {**_CELL, "remat_policy": "custom", "key_proj": "device"}
 _SAVED = ("decoder_layer_input", *SAVED)
+_ROUTED = ("moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo")
+_FUSED = ("moe_wi_gmm_fused_swiglu", "moe_wo_gmm_fused_dswiglu")
+_FUSIBLE = {
+  "model_preset": "35B-A3B",
+  "kernel_implementation": "auto",
+  "use_tokamax_gmm": True,
+  "use_gmm_v2": True,
+  "use_gmm_v2_heuristic_tiling": False,
+  "prefuse_moe_weights": True,
+  "wo_tile_dlhs_mlp_dim": 512,
+}
 _MOE = (
   "use_ring_of_experts",
+  "use_ragged_sort",
   "num_moe_token_chunks",
   "moe_chunk_pipeline",
+  "moe_expert_weight_prefetch",
   "ragged_buffer_factor",
   "retry_when_tokens_dropped",
   "ragged_unsort_spread_masked_indices",
@@ -38,6 +58,20 @@ def expert_ranks(settings: Settings) -> int:
   """Ranks that the experts are split over."""
   mesh = shape(settings)
   return mesh.expert * (1 if settings.custom_mesh_and_rule == "default" else mesh.context)
+
+
+def dense_ranks(settings: Settings) -> int:
+  """Devices that a dense weight is split over."""
+  mesh = shape(settings)
+  axes = DENSE_AXES[settings.custom_mesh_and_rule]
+  return math.prod(getattr(mesh, axis) for axis in axes)
+
+
+def _experts_travel(settings: Settings) -> bool:
+  """Whether a layer gathers experts' weights from other devices."""
+  return shape(settings).fsdp > 1 or (
+    not settings.use_ring_of_experts and expert_ranks(settings) > 1
+  )
 
 
 def _preset(settings: Settings) -> model_config.ModelConfig | None:
@@ -102,7 +136,31 @@ SHARDED_RULES = (
     reason="with one expert rank no token has anywhere to travel; take a mesh whose expert axis "
     "(cp-as-ep: or context) is above 1",
     accepted={**_CELL, **_RING},
-    refused={**_CELL, "mesh": "2x1x2", "micro_batch_rows": 2, "use_ring_of_experts": True},
+    refused={
+      **_CELL,
+      "mesh": "2x1x2",
+      "micro_batch_rows": 2,
+      "use_ring_of_experts": True,
+      "use_ragged_sort": True,
+    },
+  ),
+  Rule(
+    name="ring-needs-ragged-sort",
+    keys=("use_ring_of_experts", "use_ragged_sort"),
+    broken=lambda s: s.use_ring_of_experts and not s.use_ragged_sort,
+    reason="a rank of the ring sorts by its own experts alone, which the argsort of all pairs does "
+    "not; add --use_ragged_sort",
+    accepted={**_CELL, **_RING},
+    refused={**_CELL, "use_ring_of_experts": True},
+  ),
+  Rule(
+    name="spread-indices-need-ring",
+    keys=("ragged_unsort_spread_masked_indices", "use_ring_of_experts"),
+    broken=lambda s: s.ragged_unsort_spread_masked_indices and not s.use_ring_of_experts,
+    reason="without the ring every pair has a row of its own but padding's, and nothing is masked "
+    "worth spreading; add --use_ring_of_experts and --use_ragged_sort",
+    accepted={**_CELL, **_RING, "ragged_unsort_spread_masked_indices": True},
+    refused={**_CELL, "use_ragged_sort": True, "ragged_unsort_spread_masked_indices": True},
   ),
   Rule(
     name="buffer-factor-needs-ring",
@@ -120,6 +178,17 @@ SHARDED_RULES = (
     reason="one chunk has no other to run beside; add --num_moe_token_chunks=2",
     accepted={**_CELL, **_RING, "moe_chunk_pipeline": True, "num_moe_token_chunks": 2},
     refused={**_CELL, **_RING, "moe_chunk_pipeline": True},
+  ),
+  Rule(
+    name="prefetch-needs-gathered-experts",
+    keys=("moe_expert_weight_prefetch", "mesh", "use_ring_of_experts", "custom_mesh_and_rule"),
+    broken=lambda s: (
+      s.moe_expert_weight_prefetch != "none" and s.mesh is not None and not _experts_travel(s)
+    ),
+    reason="with the ring of experts and one fsdp rank every device holds its experts whole, so no "
+    "weight has to travel early; take a mesh whose fsdp is above 1 or leave the prefetch out",
+    accepted={**_CELL, **_RING, "moe_expert_weight_prefetch": "forward"},
+    refused={**_CELL, **_RING, "mesh": "1x4x2", "moe_expert_weight_prefetch": "forward"},
   ),
   Rule(
     name="token-chunks-divide",
@@ -180,6 +249,26 @@ SHARDED_RULES = (
     refused={**_CELL, "remat_policy": "custom"},
   ),
   Rule(
+    name="query-gather-needs-replay",
+    keys=("query_proj_kernel_gather_once", "remat_policy", "query_proj"),
+    broken=lambda s: (
+      s.query_proj_kernel_gather_once and (s.remat_policy != "custom" or s.query_proj != "remat")
+    ),
+    reason="one gather serves the recomputed query projection and its gradient, so the backward pass "
+    "must recompute it tensor by tensor; take --remat_policy=custom with --query_proj=remat",
+    accepted={**_CUSTOM, "query_proj_kernel_gather_once": True},
+    refused={**_CUSTOM, "query_proj": "device", "query_proj_kernel_gather_once": True},
+  ),
+  Rule(
+    name="query-gather-needs-shards",
+    keys=("query_proj_kernel_gather_once", "mesh", "custom_mesh_and_rule"),
+    broken=lambda s: s.query_proj_kernel_gather_once and s.mesh is not None and dense_ranks(s) == 1,
+    reason="on this mesh every device holds the query kernel whole, and nothing is gathered; leave "
+    "the option out",
+    accepted={**_CUSTOM, "query_proj_kernel_gather_once": True},
+    refused={**_CUSTOM, "mesh": "1x2x2", "query_proj_kernel_gather_once": True},
+  ),
+  Rule(
     name="kernel-tensors-need-kernels",
     keys=("context", "gdn_states", "kernel_implementation"),
     broken=lambda s: (
@@ -215,12 +304,40 @@ SHARDED_RULES = (
     },
   ),
   Rule(
-    name="sorted-rows-need-moe",
-    keys=("moe_x_sorted", "model_preset", "checkpoint"),
-    broken=lambda s: s.moe_x_sorted != "remat" and _dense(s),
-    reason="the model has no experts, so nothing is sorted by them; leave moe_x_sorted out",
+    name="routed-tensors-need-moe",
+    keys=("moe_x_sorted", *_ROUTED, "model_preset", "checkpoint"),
+    broken=lambda s: (
+      any(getattr(s, name) != "remat" for name in ("moe_x_sorted", *_ROUTED)) and _dense(s)
+    ),
+    reason="the model has no experts, so none of their tensors; leave the moe_ options out",
     accepted={**_CELL, "remat_policy": "custom", "moe_x_sorted": "device"},
     refused={**_CELL, "model_preset": "tiny", "remat_policy": "custom", "moe_x_sorted": "device"},
+  ),
+  Rule(
+    name="fused-epilogues-write-no-halves",
+    keys=("moe_mlpwi_0", "moe_mlpwi_1", *_FUSED),
+    broken=lambda s: (
+      any(getattr(s, name) for name in _FUSED)
+      and (s.moe_mlpwi_0 != "remat" or s.moe_mlpwi_1 != "remat")
+    ),
+    reason="a fused epilogue turns gate and up into what follows on the chip, and nothing is there to "
+    "be kept; leave moe_mlpwi_0 and moe_mlpwi_1 at remat or the fusions out",
+    accepted={**_CUSTOM, "moe_mlpwi_0": "device", "moe_mlpwi_1": "device"},
+    refused={**_CUSTOM, **_FUSIBLE, "moe_wo_gmm_fused_dswiglu": True, "moe_mlpwi_1": "device"},
+  ),
+  Rule(
+    name="kept-outputs-need-a-reader",
+    keys=("moe_mlpwo", "moe_router_grad_from_wo_input"),
+    broken=lambda s: s.moe_mlpwo != "remat" and s.moe_router_grad_from_wo_input,
+    reason="the experts' outputs are read for the gradient of the router's weights alone, which "
+    "moe_router_grad_from_wo_input takes from elsewhere; leave one of them out",
+    accepted={**_CUSTOM, "moe_mlpwo": "device"},
+    refused={
+      **_CUSTOM,
+      **_FUSIBLE,
+      "moe_router_grad_from_wo_input": True,
+      "moe_mlpwo": "device",
+    },
   ),
   Rule(
     name="hoisted-ids-need-custom",
@@ -241,6 +358,33 @@ SHARDED_RULES = (
       **_CELL,
       "context_parallel_attention_load_balance": True,
       "context_parallel_attention_load_balance_hoist_ids": True,
+    },
+  ),
+  Rule(
+    name="stack-axis-is-first",
+    keys=("param_scan_axis", "scan_layers"),
+    broken=lambda s: s.param_scan_axis != 0,
+    reason="groups of layers are scanned along the leading axis of their weights, where a group is "
+    "one piece of memory that the loop reads in place; along axis 1 every program would first copy "
+    "all weights. Leave param_scan_axis at 0",
+    accepted={"scan_layers": False},
+    refused={"param_scan_axis": 1},
+  ),
+  Rule(
+    name="hoisted-ids-need-scan",
+    keys=("context_parallel_attention_load_balance_hoist_ids", "scan_layers"),
+    broken=lambda s: s.context_parallel_attention_load_balance_hoist_ids and not s.scan_layers,
+    reason="ids are hoisted out of the scan over layers; leave --scan_layers at true",
+    accepted={
+      **_CUSTOM,
+      "context_parallel_attention_load_balance": True,
+      "context_parallel_attention_load_balance_hoist_ids": True,
+    },
+    refused={
+      **_CUSTOM,
+      "context_parallel_attention_load_balance": True,
+      "context_parallel_attention_load_balance_hoist_ids": True,
+      "scan_layers": False,
     },
   ),
   Rule(

@@ -1,7 +1,8 @@
 """The routed experts' MLP as one op: y = weight * (silu(x Wi_gate) * (x Wi_up)) Wo, row by row.
 
 One derivative rule over both products lets their epilogues do what would otherwise be passes over
-memory.  Nothing but the inputs is kept for the backward; gate and up are computed again there.
+memory.  Nothing but the inputs is kept for the backward, and gate and up are computed again there,
+unless `saved` names them: they then are residuals under those names, for a remat policy to keep.
 
   fused_swiglu                  forward: silu(gate) * up on the first product's float32 sums.
   router_grad_from_wo_input     the gradient of a row's weight as <d_y Wo^T, h>, so that the
@@ -19,11 +20,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from kernels.base import implementation as implementation_lib
 from kernels.gmm import gmm, reference, row_kernel
 from kernels.gmm import tiles as tiles_lib
+
+GATE, UP, OUT = SAVED_NAMES = ("moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,9 @@ class Form:
     fused_swiglu: See the module's text.
     router_grad_from_wo_input: See the module's text.
     fused_dswiglu: See the module's text.
+    saved: Names of SAVED_NAMES that the derivative takes from the forward pass; each is written to
+      memory there, so neither fusion goes with gate or up, and the second product is weighted after
+      its rounding where its result is kept.
     prefused: Gate and up are one product; else two, of the halves of the matrices.
     implementation: One of `kernels.base.implementation.IMPLEMENTATIONS`.
     wi_tiles: Tiles of the first product, n counting gate and up columns together where it is one;
@@ -44,6 +51,7 @@ class Form:
   fused_swiglu: bool = True
   router_grad_from_wo_input: bool = True
   fused_dswiglu: bool = True
+  saved: tuple[str, ...] = ()
   prefused: bool = True
   implementation: str = "auto"
   wi_tiles: tiles_lib.PassTiles | None = None
@@ -93,13 +101,19 @@ def _hidden(x, wi, sizes, form):
   return implementation_lib.dispatch(form.implementation, kernel, plain, x, wi, sizes)
 
 
+def _product_out(h, wo, sizes, form):
+  return gmm.multiply(h, wo, sizes, tile=form.wo_tiles.forward, implementation=form.implementation)
+
+
+def _weighted(out, weights, sizes):
+  return reference.owned(out.astype(jnp.float32) * weights[:, None], sizes).astype(out.dtype)
+
+
 def _second(h, wo, sizes, weights, form):
   """weight * (h Wo), weighted on the float32 sums."""
 
   def plain(h, wo, sizes, weights):
-    out = gmm.multiply(h, wo, sizes, tile=form.wo_tiles.forward, implementation=form.implementation)
-    out = out.astype(jnp.float32) * weights[:, None]
-    return reference.owned(out, sizes).astype(h.dtype)
+    return _weighted(_product_out(h, wo, sizes, form), weights, sizes)
 
   def kernel(h, wo, sizes, weights, *, interpret):
     return row_kernel.grouped(
@@ -151,22 +165,46 @@ def _mlp(x, wi, wo, weights, sizes, form):
 
 
 def _forward(x, wi, wo, weights, sizes, form):
-  return _mlp(x, wi, wo, weights, sizes, form), (x, wi, wo, weights, sizes)
+  inputs = (x, wi, wo, weights, sizes)
+  if not form.saved:
+    return _mlp(*inputs, form), (inputs, {})
+  kept = {}
+  if GATE in form.saved or UP in form.saved:
+    gate_up = _gate_up(x, wi, sizes, form)
+    kept = dict(zip((GATE, UP), jnp.split(gate_up, 2, axis=1), strict=True))
+    hidden = _activation(gate_up).astype(x.dtype)
+  else:
+    hidden = _hidden(x, wi, sizes, form)
+  if OUT in form.saved:
+    kept[OUT] = _product_out(hidden, wo, sizes, form)
+    y = _weighted(kept[OUT], weights, sizes)
+  else:
+    y = _second(hidden, wo, sizes, weights, form)
+  return y, (inputs, {name: checkpoint_name(kept[name], name) for name in form.saved})
+
+
+def _replayed(x, wi, sizes, kept, form):
+  """Gate and up, of which what was kept is not computed again."""
+  halves = [kept.get(name) for name in (GATE, UP)]
+  if all(half is None for half in halves):
+    return _gate_up(x, wi, sizes, form)
+  matrices = jnp.split(wi, 2, axis=2)
+  one = functools.partial(
+    gmm.multiply, tile=form.wi_tiles.forward, implementation=form.implementation
+  )
+  found = [
+    one(x, m, sizes) if half is None else half for half, m in zip(halves, matrices, strict=True)
+  ]
+  return jnp.concatenate(found, axis=1)
 
 
 def _backward(form, residuals, grad):
-  x, wi, wo, weights, sizes = residuals
-  gate_up = _gate_up(x, wi, sizes, form)
+  (x, wi, wo, weights, sizes), kept = residuals
+  gate_up = _replayed(x, wi, sizes, kept, form)
   d_gate_up, d_weights = _d_gate_up(grad, wo, sizes, gate_up, weights, form)
   hidden = _activation(gate_up)
   if not form.router_grad_from_wo_input:
-    out = gmm.multiply(
-      hidden.astype(x.dtype),
-      wo,
-      sizes,
-      tile=form.wo_tiles.forward,
-      implementation=form.implementation,
-    )
+    out = kept[OUT] if OUT in kept else _product_out(hidden.astype(x.dtype), wo, sizes, form)
     d_weights = jnp.sum(out.astype(jnp.float32) * grad.astype(jnp.float32), axis=1)
   d_weights = jnp.where(jnp.arange(x.shape[0]) < jnp.sum(sizes), d_weights, 0.0)
   weight_gradient = functools.partial(gmm.weight_gradient, implementation=form.implementation)
@@ -223,7 +261,8 @@ def expert_mlp(
 
   Raises:
     ValueError: Shapes do not agree, `weights` is not float32, `fused_dswiglu` is asked for with a
-      tile that does not hold the whole of F, or a fusion without `prefused`.
+      tile that does not hold the whole of F, a fusion without `prefused` or with gate or up saved,
+      or a saved name that the derivative has no use for.
   """
   form = form or Form()
   gmm.check(x, wi, group_sizes)
@@ -235,6 +274,11 @@ def expert_mlp(
     raise ValueError(
       "fused_swiglu and fused_dswiglu want gate and up of one product: prefused=True"
     )
+  fused = form.fused_swiglu or form.fused_dswiglu
+  if fused and not {GATE, UP}.isdisjoint(form.saved):
+    raise ValueError("fused_swiglu and fused_dswiglu write no gate or up that could be saved")
+  if form.router_grad_from_wo_input and OUT in form.saved:
+    raise ValueError("router_grad_from_wo_input reads no second product that could be saved")
   columns = wi.shape[2] if form.prefused else wo.shape[1]
   form = dataclasses.replace(
     form,

@@ -229,6 +229,22 @@ def test_expert_mlp(form, implementation, dtype=jnp.float32):
   _check_mlp(form, implementation, dtype, "ragged", _TILE)
 
 
+@pytest.mark.parametrize("implementation", ["interpret", "reference"])
+@pytest.mark.parametrize(
+  "saved", [(expert_mlp.GATE,), (expert_mlp.UP, expert_mlp.OUT), expert_mlp.SAVED_NAMES]
+)
+def test_expert_mlp_of_saved_tensors(saved, implementation):
+  _check_mlp("plain", implementation, jnp.float32, "ragged", _TILE, saved)
+
+
+def test_tensors_that_nothing_writes_or_reads_are_not_saved():
+  x, wi, wo = jnp.ones((8, _H)), jnp.ones((1, _H, 2 * _F)), jnp.ones((1, _F, _H))
+  for name in expert_mlp.SAVED_NAMES:
+    form = expert_mlp.Form(saved=(name,), fused_swiglu=name != expert_mlp.OUT, fused_dswiglu=False)
+    with pytest.raises(ValueError, match="could be saved"):
+      expert_mlp.expert_mlp(x, wi, wo, jnp.ones(8), jnp.asarray([8]), form=form)
+
+
 @pytest.mark.parametrize("layout", _LAYOUTS)
 def test_expert_mlp_in_bfloat16(layout):
   _check_mlp("all", "interpret", jnp.bfloat16, layout, _TILE)
@@ -239,7 +255,7 @@ def test_expert_mlp_with_cut_contraction():
   _check_mlp("all", "interpret", jnp.float32, "ragged", tile)
 
 
-def _check_mlp(form, implementation, dtype, layout, tile):
+def _check_mlp(form, implementation, dtype, layout, tile, saved=()):
   (x, grad, weights), sizes = _problem(layout, jnp.float32, _H, _H, 1)
   weights = weights[:, 0]
   x, grad = x.astype(dtype), grad.astype(dtype)
@@ -250,6 +266,7 @@ def _check_mlp(form, implementation, dtype, layout, tile):
     fused_swiglu=fused_swiglu,
     router_grad_from_wo_input=router,
     fused_dswiglu=fused_dswiglu,
+    saved=saved,
     implementation=implementation,
     wi_tiles=tiles,
     wo_tiles=tiles,

@@ -50,6 +50,12 @@ class Cell:
     return self.layout.size(CONTEXT)
 
   @property
+  def regathers_query_kernel(self) -> bool:
+    """Whether the backward pass gathers an attention layer's query kernel for each of its uses."""
+    replayed = self.model_options.remat_policy == "custom" and self.options.query_proj == "remat"
+    return replayed and not self.options.query_proj_kernel_gather_once
+
+  @property
   def balanced(self) -> bool:
     """Whether attention works in zig-zag order."""
     return self.options.context_parallel_attention_load_balance and self.ranks > 1

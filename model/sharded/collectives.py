@@ -48,6 +48,15 @@ def _served(name: str) -> str:
   return f"weights/{name}" if name else "weights"
 
 
+@jax.custom_vjp
+def together(values: Tree) -> Tree:
+  """The values, none of which a program has before it has them all; gradients do not wait."""
+  return lax.optimization_barrier(values)
+
+
+together.defvjp(lambda values: (together(values), None), lambda _, grads: (grads,))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gather_shared(x: Shaped[Array, "..."], axis_name: str, axis: int) -> Shaped[Array, "..."]:
   """Gathers what all ranks then use alike: each takes its own share of the gradient."""

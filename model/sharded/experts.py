@@ -24,6 +24,13 @@ from model import moe
 from model.sharded import collectives
 from model.sharded.cell import Cell
 
+# What ties the experts' gathered weights to the tokens that are about to be routed.
+_TIES = {
+  "none": lambda values: values,
+  "forward": collectives.together,
+  "forward_backward": lax.optimization_barrier,
+}
+
 
 class Routed(NamedTuple):
   """What a sparse layer reports.
@@ -49,6 +56,9 @@ def sparse_mlp(
   tokens = x.reshape(-1, config.hidden_size)
   float32_logits = cell.model_options.float32_gate_logits
   logits = module.router(tokens.astype(jnp.float32) if float32_logits else tokens)
+  wi, wo = module.wi[...].astype(x.dtype), module.wo[...].astype(x.dtype)
+  tie = _TIES[cell.options.moe_expert_weight_prefetch]
+  sent, logits, wi, wo = tie((tokens, logits, wi, wo))
   if replay is not None:
     replay = replay.reshape(-1, config.num_experts_per_tok)
   real = (segment_ids.reshape(-1) > 0)[:, None]
@@ -61,8 +71,7 @@ def sparse_mlp(
   # As the unsharded layer: weights in the activations' type.
   weights = weights.astype(x.dtype)
 
-  wi, wo = module.wi[...].astype(x.dtype), module.wo[...].astype(x.dtype)
-  routed, dropped = _in_chunks(cell, tokens, experts, weights, wi, wo)
+  routed, dropped = _in_chunks(cell, sent, experts, weights, wi, wo)
   shared = jax.nn.sigmoid(module.shared_expert_gate(tokens)) * module.shared_expert(tokens)
   kept = experts.astype(jnp.int16).reshape(*x.shape[:2], -1)
   return (routed + shared).reshape(x.shape), Routed(kept, dropped)
@@ -93,9 +102,39 @@ def buffer_rows(factor: float, pairs: int, groups: int) -> int:
   return max(1, min(pairs, math.ceil(factor * pairs / groups)))
 
 
+def _products(cell: Cell, rows, row_weights, wi, wo, group_sizes):
+  """The experts' weighted results on rows sorted by expert."""
+  options, model = cell.options, cell.model_options
+  if model.use_tokamax_gmm and not model.use_gmm_v2:
+    out = moe.plain_rows(model, rows, wi, wo, group_sizes)
+    return (out.astype(jnp.float32) * row_weights[:, None]).astype(rows.dtype)
+  saved = tuple(name for name in expert_mlp.SAVED_NAMES if getattr(options, name) != "remat")
+  form = moe.form_of(model, saved)
+  return expert_mlp.expert_mlp(rows, wi, wo, row_weights, group_sizes, form=form)
+
+
+def _argsorted(cell: Cell, tokens, experts, weights, wi, wo):
+  """All experts' weighted sum of this rank's tokens by argsort and scatter; nothing is dropped."""
+  count, choices = wi.shape[0], experts.shape[1]
+  flat = experts.reshape(-1)
+  flat = jnp.where(flat >= 0, flat, count)
+  pairs = jnp.argsort(flat, stable=True)
+  token = pairs // choices
+  sizes = jnp.bincount(flat, length=count + 1)[:count]
+  rows = checkpoint_name(tokens[token], "moe_x_sorted")
+  row_weights = weights.reshape(-1)[pairs].astype(jnp.float32)
+  rows = _products(cell, rows, row_weights, wi, wo, sizes)
+  owned = (jnp.arange(rows.shape[0]) < jnp.sum(sizes))[:, None]
+  rows = jnp.where(owned, rows, 0).astype(jnp.float32)
+  out = jnp.zeros(tokens.shape, jnp.float32).at[token].add(rows).astype(tokens.dtype)
+  return out, jnp.int32(0)
+
+
 def _run(cell: Cell, tokens, experts, weights, wi, wo):
   """Experts' weighted sum of one chunk of tokens, and the pairs that found no room."""
   options = cell.options
+  if not (options.use_ragged_sort or options.use_ring_of_experts):
+    return _argsorted(cell, tokens, experts, weights, wi, wo)
   axes = tuple(a for a in cell.layout.experts if cell.layout.size(a) > 1)
   ring = options.use_ring_of_experts and bool(axes)
   first, groups = 0, 1
@@ -115,13 +154,7 @@ def _run(cell: Cell, tokens, experts, weights, wi, wo):
   )
   rows = checkpoint_name(moe_dispatch.dispatch(tokens, plan, kernels), "moe_x_sorted")
   row_weights = moe_dispatch.dispatch_weights(weights, plan).astype(jnp.float32)
-  model = cell.model_options
-  if model.use_tokamax_gmm and not model.use_gmm_v2:
-    rows = moe.plain_rows(model, rows, wi, wo, plan.group_sizes)
-    rows = (rows.astype(jnp.float32) * row_weights[:, None]).astype(tokens.dtype)
-  else:
-    form = moe.form_of(model)
-    rows = expert_mlp.expert_mlp(rows, wi, wo, row_weights, plan.group_sizes, form=form)
+  rows = _products(cell, rows, row_weights, wi, wo, plan.group_sizes)
   out = moe_dispatch.sum_rows(rows, plan, kernels)
   if ring:
     out = collectives.sum_tokens(out, axes, options.moe_fp8_bwd_dispatch)

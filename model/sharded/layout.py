@@ -30,7 +30,7 @@ from kernels.base.mesh import DEVICE_ORDER
 from kernels.base.options import UserError
 from model import api
 from model.config import ModelConfig
-from model.sharded.options import ShardedOptions
+from model.sharded.options import DENSE_AXES, ShardedOptions
 
 Tree = Any
 Axes = tuple[str, ...]
@@ -57,12 +57,10 @@ class Rule:
 
 
 RULES = {
-  "default": Rule(("fsdp",), ("expert",), ("fsdp",)),
-  "cp-as-ep": Rule(
-    ("fsdp", "context", "expert"), ("context", "expert"), ("fsdp", "context", "expert")
-  ),
+  "default": Rule(DENSE_AXES["default"], ("expert",), ("fsdp",)),
+  "cp-as-ep": Rule(DENSE_AXES["cp-as-ep"], ("context", "expert"), ("fsdp", "context", "expert")),
   "cp-as-ep-dense-no-cp": Rule(
-    ("fsdp", "expert"), ("context", "expert"), ("fsdp", "expert", "context")
+    DENSE_AXES["cp-as-ep-dense-no-cp"], ("context", "expert"), ("fsdp", "expert", "context")
   ),
 }
 

@@ -10,6 +10,10 @@ all tokens of some heads for its core (`head`) or exchanges what each rank does 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -27,12 +31,62 @@ from model import gated_delta_net as gdn_lib
 from model import layers
 from model.sharded import collectives
 from model.sharded.cell import CONTEXT, Cell, Rows, attention_order
+from model.sharded.layout import Leaf
+
+Tree = Any
+
+
+def split_query_kernel(cell: Cell, leaves: Tree) -> tuple[Tree, Leaf | None]:
+  """The plan of an attention layer's weights with the query kernel left a shard, and that kernel's.
+
+  Where the backward pass does not gather it for each use: the plan as it is, and None.
+  """
+  if not cell.regathers_query_kernel:
+    return leaves, None
+  inner = leaves["attention"]
+  leaf = inner["q_proj"]["kernel"]
+  shard = dataclasses.replace(leaf, gather=())
+  return {**leaves, "attention": {**inner, "q_proj": {"kernel": shard}}}, leaf
+
+
+def _matmul(x, kernel):
+  return jnp.matmul(x, kernel.astype(x.dtype), precision=layers.precision(x.dtype))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _project(x: Float[Array, "B T h"], shard: Float[Array, "s O"], leaf: Leaf):
+  """x times the kernel that `shard` is a part of; each pass gathers it for itself."""
+  return _matmul(x, collectives.gather_weights(shard, leaf, x.dtype))
+
+
+def _project_backward(leaf, residuals, grad):
+  x, shard = residuals
+  # Tied to the gradient: of two gathers of one shard the compiler would make one that it keeps.
+  shard, grad = lax.optimization_barrier((shard, grad))
+  kernel, to_shard = jax.vjp(lambda s: collectives.gather_weights(s, leaf, x.dtype), shard)
+  d_x, d_kernel = jax.vjp(_matmul, x, kernel)[1](grad)
+  return d_x, *to_shard(d_kernel)
+
+
+_project.defvjp(lambda x, shard, leaf: (_project(x, shard, leaf), (x, shard)), _project_backward)
 
 
 def attention(
-  cell: Cell, module: attention_lib.Attention, x: Float[Array, "B T h"], rows: Rows
+  cell: Cell,
+  module: attention_lib.Attention,
+  x: Float[Array, "B T h"],
+  rows: Rows,
+  query_leaf: Leaf | None = None,
 ) -> Float[Array, "B T h"]:
-  """Softmax attention of this rank's tokens to those of the whole row."""
+  """Softmax attention of this rank's tokens to those of the whole row.
+
+  Args:
+    cell: The model on its mesh.
+    module: Its weights, gathered.
+    x: Normalised input.
+    rows: Ids of the rows.
+    query_leaf: The query kernel's plan where the module holds its shard instead of the whole.
+  """
   config = cell.config
   order = cell.options.context_parallel_attention_load_balance_order
   ids = attention_order(cell, rows) if rows.attention is None else rows.attention
@@ -40,7 +94,11 @@ def attention(
     x = zigzag.to_zigzag(x, CONTEXT, order=order)
   batch, length, _ = x.shape
   heads, groups, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-  query_and_gate = checkpoint_name(module.q_proj(x), "query_proj")
+  if query_leaf is None:
+    query_and_gate = module.q_proj(x)
+  else:
+    query_and_gate = _project(x, module.q_proj.kernel[...], query_leaf)
+  query_and_gate = checkpoint_name(query_and_gate, "query_proj")
   query_and_gate = query_and_gate.reshape(batch, length, heads, 2 * dim)
   q, gate = query_and_gate[..., :dim], query_and_gate[..., dim:]
   k = checkpoint_name(module.k_proj(x), "key_proj").reshape(batch, length, groups, dim)

@@ -9,7 +9,13 @@ import dataclasses
 
 from kernels.base import options
 
-RULE_SETS = ("default", "cp-as-ep", "cp-as-ep-dense-no-cp")
+# Rule sets by name: the mesh axes that split a dense weight.
+DENSE_AXES = {
+  "default": ("fsdp",),
+  "cp-as-ep": ("fsdp", "context", "expert"),
+  "cp-as-ep-dense-no-cp": ("fsdp", "expert"),
+}
+RULE_SETS = tuple(DENSE_AXES)
 
 # Named tensors of a layer that remat_policy=custom may keep for the backward pass.
 SAVED = {
@@ -23,6 +29,9 @@ SAVED = {
   "gdn_states": "chunk states and inverses of its kernel, which then need not be replayed",
   "gdn": "output of its delta rule",
   "moe_x_sorted": "tokens in the experts' rows",
+  "moe_mlpwi_0": "gate projections of the routed experts",
+  "moe_mlpwi_1": "their up projections",
+  "moe_mlpwo": "their outputs, before the router's weights",
   "mlpwi": "gate and up projections of the dense or shared feed-forward",
   "mlpwo": "its output",
 }
@@ -54,11 +63,26 @@ class ShardedOptions:
     help="Tokens travel to the experts (gathered over the expert ranks, summed back) instead of "
     "all experts to every device.",
   )
+  use_ragged_sort: bool = options.option(
+    False,
+    help="Tokens reach the rows of their experts by one sort of packed keys and gathers alone, in a "
+    "buffer that may hold a part of all pairs; otherwise by an argsort of all pairs, and their sums "
+    "come back by a scatter of rows.",
+  )
   num_moe_token_chunks: int = options.option(
     1,
     help="Parts in which a device's tokens go through the experts, one after another: a part's "
     "buffers are as much smaller.",
     minimum=1,
+  )
+  moe_expert_weight_prefetch: str = options.option(
+    "none",
+    help="When routed experts' gathered weights must be there. none: when the first product reads "
+    "them. forward: before a layer's tokens are routed and sent, so that they travel while attention "
+    "or Gated DeltaNet is computed; so they do when the layer is recomputed. forward_backward: "
+    "besides, gradients of tokens go on to the mixer only once those of the weights are there to be "
+    "reduced beside it.",
+    choices=("none", "forward", "forward_backward"),
   )
   moe_chunk_pipeline: bool = options.option(
     False,
@@ -130,6 +154,12 @@ class ShardedOptions:
     "(offload) in host memory.",
     choices=("remat", "offload"),
   )
+  query_proj_kernel_gather_once: bool = options.option(
+    False,
+    help="With remat_policy=custom and query_proj=remat, the query kernel that the backward pass "
+    "gathers for the recomputed projection is kept for the input's gradient, past the attention "
+    "between them; otherwise it is let go and gathered again.",
+  )
   query_proj: str = _saved("query_proj")
   key_proj: str = _saved("key_proj")
   value_proj: str = _saved("value_proj")
@@ -140,6 +170,9 @@ class ShardedOptions:
   gdn_states: str = _saved("gdn_states")
   gdn: str = _saved("gdn")
   moe_x_sorted: str = _saved("moe_x_sorted")
+  moe_mlpwi_0: str = _saved("moe_mlpwi_0")
+  moe_mlpwi_1: str = _saved("moe_mlpwi_1")
+  moe_mlpwo: str = _saved("moe_mlpwo")
   mlpwi: str = _saved("mlpwi")
   mlpwo: str = _saved("mlpwo")
 

@@ -69,6 +69,9 @@ def _layer(cell: Cell, kind, leaves, weights, x, rows: Rows, replay):
   if cell.options.fp8_moe_fake_quant and cell.config.is_moe:
     weights = fake_quant_experts(weights)
   x = checkpoint_name(x, "decoder_layer_input")
+  query_leaf = None
+  if kind is qwen3_5.AttentionLayer:
+    leaves, query_leaf = mixers.split_query_kernel(cell, leaves)
   weights = collectives.gather_weights(weights, leaves, cell.dtype)
   definition, _ = qwen3_5.abstract_layer(kind, cell.config, cell.model_options)
   module = nnx.merge(definition, weights)
@@ -77,7 +80,7 @@ def _layer(cell: Cell, kind, leaves, weights, x, rows: Rows, replay):
     if kind is qwen3_5.GdnLayer:
       x = x + mixers.gated_delta_net(cell, module.gdn, normed, rows)
     else:
-      x = x + mixers.attention(cell, module.attention, normed, rows)
+      x = x + mixers.attention(cell, module.attention, normed, rows, query_leaf)
   with jax.named_scope("moe" if cell.config.is_moe else "mlp"):
     normed = module.post_norm(x)
     if not cell.config.is_moe:
@@ -102,7 +105,8 @@ def _apply(cell: Cell, kind, leaves, weights, x, rows, replay):
   run = lambda weights, x, rows, replay: _layer(cell, kind, leaves, weights, x, rows, replay)
   if cell.model_options.remat_policy != "none":
     # Inside a scan nothing can be merged across the recomputation, so no barrier is needed.
-    run = jax.checkpoint(run, prevent_cse=False, policy=_policy(cell))
+    prevent_cse = not cell.model_options.scan_layers
+    run = jax.checkpoint(run, prevent_cse=prevent_cse, policy=_policy(cell))
   return run(weights, x, rows, replay)
 
 
@@ -115,10 +119,11 @@ def run_layers(cell: Cell, params: Tree, x: Float[Array, "B T h"], rows: Rows, r
   """
   config, leaves = cell.config, cell.layout.leaves
   groups, per_group = config.num_groups, config.gdn_per_group
+  unroll = not cell.model_options.scan_layers
 
   def scan_gdn(x, weights, leaves, replay):
     body = lambda x, one: _apply(cell, qwen3_5.GdnLayer, leaves, one[0], x, rows, one[1])
-    return jax.lax.scan(body, x, (weights, replay))
+    return jax.lax.scan(body, x, (weights, replay), unroll=unroll)
 
   def group(x, values):
     weights, replay = values
@@ -136,7 +141,7 @@ def run_layers(cell: Cell, params: Tree, x: Float[Array, "B T h"], rows: Rows, r
     in_groups = groups * config.full_attention_interval
     shape = (groups, config.full_attention_interval, *replay.shape[1:])
     group_replay, tail_replay = replay[:in_groups].reshape(shape), replay[in_groups:]
-  x, (gdn_out, attn_out) = jax.lax.scan(group, x, (params["groups"], group_replay))
+  x, (gdn_out, attn_out) = jax.lax.scan(group, x, (params["groups"], group_replay), unroll=unroll)
   tail_out = None
   if config.num_tail_layers:
     x, tail_out = scan_gdn(x, params["tail"], leaves["tail"], tail_replay)

@@ -1,4 +1,4 @@
-"""Prints the mesh's keys: class, refusals, and what each changes in the lowered program.
+"""Prints the mesh's keys: class, refusals, what each changes in the lowered program, and its parity.
 
 bazel run //tools:keys_report
 """
@@ -12,11 +12,14 @@ from tools.keys import table
 
 
 def main() -> int:
-  """Prints the table; 1 if a key does not show what it should."""
-  flags = os.environ.get("XLA_FLAGS", "")
-  os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8"
+  """Prints the table; 1 if a key does not show what it should or breaks its class's promise."""
+  os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
+    " --xla_force_host_platform_device_count=8"
+    " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    " --xla_cpu_use_fusion_emitters=false"
+  )
   os.environ.setdefault("JAX_PLATFORMS", "cpu")
-  from tools.keys import programs
+  from tools.keys import parity, programs
 
   declared = table.settings_of({}).options
   bad = 0
@@ -24,9 +27,19 @@ def main() -> int:
     off, on = programs.probe(key)
     holds = key.holds(off, on)
     bad += not holds
-    print(f"{key.title} [{key.promise}]\n  {declared[key.name].help}")
+    print(f"{key.title}\n  {declared[key.name].help}")
     print(f"  refused by: {', '.join(key.refusals()) or 'nothing'}")
     print(f"  {key.evidence}: {off} -> {on}: {'yes' if holds else 'NO'}", flush=True)
+    limit = table.LIMITS[key.promise]
+    allowed = f"relative L2 at most {limit:.0e}" if limit else "every bit equal"
+    if key.held_by != table.PARITY:
+      print(f"  class {key.promise}, {allowed}: held by {key.held_by}")
+      continue
+    found = parity.parity(key)
+    kept = found.keeps(key.promise)
+    bad += not kept
+    figure = "every bit equal" if found.equal else f"{found.distance:.1e} ({found.where})"
+    print(f"  class {key.promise}, {allowed}: {figure}: {'yes' if kept else 'NO'}", flush=True)
   return 1 if bad else 0
 
 

@@ -4,13 +4,15 @@ A row is checked by lowering the micro-batch (or the update) of a small sparse m
 devices with the key off and on, and probing the two texts.  A key that does nothing fails its row.
 
 Classes: B values and gradients bit-identical, S another order of float32 sums, P placement or timing
-alone, R bfloat16 rounding, L lossy.  Parity of values is held by //tests:mesh_step_test and //tests:cell_128_test.
+alone (bit-identical), R bfloat16 rounding, L lossy.  A row's values are held to its class by
+`parity`, or by the test that `held_by` names.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,11 +34,12 @@ SMALL: dict[str, Any] = {
   "gdn_chunk_size": 16,
   "logps_chunk_size": 32,
 }
-RING = {"custom_mesh_and_rule": "cp-as-ep", "use_ring_of_experts": True}
+SORT = {"custom_mesh_and_rule": "cp-as-ep", "use_ragged_sort": True}
+RING = {**SORT, "use_ring_of_experts": True}
 BALANCED = {"context_parallel_attention_load_balance": True}
+KERNELS = {"kernel_implementation": "auto", "model_preset": "35B-A3B"}
 EXPERTS = {
-  "kernel_implementation": "auto",
-  "model_preset": "35B-A3B",
+  **KERNELS,
   "use_tokamax_gmm": True,
   "use_gmm_v2": True,
   "use_gmm_v2_heuristic_tiling": False,
@@ -46,6 +49,14 @@ EXPERTS = {
 CUSTOM = {"remat_policy": "custom", "decoder_layer_input": "offload"}
 REPLAY = {"router_replay": True}
 NO_CP = {**RING, "custom_mesh_and_rule": "cp-as-ep-dense-no-cp"}
+
+
+PARITY = "//tools/keys:parity_test"
+
+# What a class allows between a step and the step without the key, in float32: relative L2 of every
+# gradient (five times as much for A_log and dt_bias, heavily cancelling sums); 0 for every bit equal.
+# 0.14 is what a cosine of 0.99 leaves, the gate of tools/numerics for what is lossy.
+LIMITS = {"B": 0.0, "P": 0.0, "S": 1e-5, "R": 1e-5, "L": 0.14}
 
 
 def count(pattern: str) -> Probe:
@@ -63,6 +74,16 @@ def self_pairs(text: str) -> int:
   """Pairs of collective permutes whose source is their target."""
   found = re.findall(r"source_target_pairs = dense<(\[\[.*?\]\])>", text)
   return sum(len(re.findall(r"\[(\d+), \1\]", pairs)) for pairs in found)
+
+
+def kernel_bodies(name: str) -> Probe:
+  """A check sum of each kernel of that name, in order."""
+  body = re.compile(r"\\22body\\22: \\22([^\\]*)")
+  return lambda text: tuple(
+    zlib.crc32(found[0].encode())
+    for line in text.splitlines()
+    if f'kernel_name = "{name}"' in line and (found := body.findall(line))
+  )
 
 
 def settings_of(values: Mapping[str, Any]) -> options.Settings:
@@ -85,6 +106,7 @@ class Key:
     refused: A command line that a rule about the key refuses; None where every value works.
     program: first_micro_batch or update.
     platform: What both programs are lowered for; tpu where kernels differ.
+    held_by: The test that compares values; `PARITY` for this folder's.
   """
 
   name: str
@@ -97,11 +119,14 @@ class Key:
   refused: Mapping[str, Any] | None = dataclasses.field(default_factory=lambda: {"mesh": None})
   program: str = "first_micro_batch"
   platform: str = "cpu"
+  held_by: str = PARITY
 
   @property
-  def short(self) -> bool:
-    """Whether one attention layer shows it: all but what Gated DeltaNet layers do."""
-    return not self.name.startswith("gdn")
+  def layers(self) -> str:
+    """The small model that shows it: one attention layer, two of them, or one layer of each kind."""
+    if self.name.startswith("gdn"):
+      return "each"
+    return "two" if self.name == "scan_layers" else "one"
 
   @property
   def title(self) -> str:
@@ -130,15 +155,30 @@ class Key:
 _APPEARS = lambda off, on: off == 0 and on > 0
 _VANISHES = lambda off, on: off > 0 and on == 0
 
+
+def _exactly(*wanted: int) -> Callable[[Any, Any], bool]:
+  return lambda off, on: (off, on) == wanted
+
+
 KEYS = (
   Key(
     name="remat_policy",
     value="none",
-    promise="P",
+    # Placement alone by its meaning; a CPU's compiler rewrites a recomputed product in another way.
+    promise="S",
     evidence="the backward pass recomputes no product",
     probe=count(r"stablehlo\.dot_general"),
     holds=lambda off, on: on < off,
     refused={"remat_policy": "custom"},
+  ),
+  Key(
+    name="scan_layers",
+    value=False,
+    promise="B",
+    evidence="fewer loops: layers are written out",
+    probe=count(r"stablehlo\.while"),
+    holds=lambda off, on: on < off,
+    refused={**BALANCED, **CUSTOM, "context_parallel_attention_load_balance_hoist_ids": True},
   ),
   Key(
     name="float32_gate_logits",
@@ -182,20 +222,28 @@ KEYS = (
     promise="S",
     evidence="gradients of dense weights are scattered over all devices, not over fsdp",
     probe=largest_group,
-    holds=lambda off, on: (off, on) == (2, 8),
+    holds=_exactly(2, 8),
   ),
   Key(
     name="custom_mesh_and_rule",
     value="cp-as-ep-dense-no-cp",
-    base={"use_ring_of_experts": True},
+    base={"use_ring_of_experts": True, "use_ragged_sort": True},
     promise="S",
     evidence="gradients of dense weights are scattered over fsdp x expert",
     probe=largest_group,
-    holds=lambda off, on: (off, on) == (2, 4),
+    holds=_exactly(2, 4),
+  ),
+  Key(
+    name="use_ragged_sort",
+    promise="S",
+    evidence="no gradient or sum scatters rows of tokens",
+    probe=count(r"tensor<64x1xi32>, tensor<64x64xf32>\) -> tensor<32x64xf32>"),
+    holds=_VANISHES,
+    refused={"model_preset": "tiny"},
   ),
   Key(
     name="use_ring_of_experts",
-    base={"custom_mesh_and_rule": "cp-as-ep"},
+    base=SORT,
     promise="S",
     evidence="sums of gathered tokens are reduced and scattered",
     probe=count(r"\(tensor<128x64xf32>\) -> tensor<32x64xf32>"),
@@ -217,6 +265,20 @@ KEYS = (
     evidence="a sort of pairs for every chunk, in no loop over chunks",
     probe=count(r"stablehlo\.sort"),
     holds=lambda off, on: on > off,
+  ),
+  *(
+    Key(
+      name="moe_expert_weight_prefetch",
+      value=value,
+      base=RING,
+      promise="B",
+      evidence=f"{barriers} barriers hold the gathered experts and the tokens to be routed",
+      probe=count(r"optimization_barrier .*tensor<32x64xf32>.*tensor<2x64x64xf32>"),
+      holds=_exactly(0, barriers),
+      refused={"model_preset": "tiny"},
+    )
+    # Of the forward pass, its recomputation, and the backward pass.
+    for value, barriers in (("forward", 2), ("forward_backward", 3))
   ),
   Key(
     name="ragged_buffer_factor",
@@ -244,8 +306,54 @@ KEYS = (
     holds=lambda off, on: on > off,
   ),
   Key(
+    name="use_tokamax_gmm",
+    platform="tpu",
+    held_by="//model:kernel_keys_test",
+    base=KERNELS,
+    refused={"kernel_implementation": "reference"},
+    promise="R",
+    evidence="kernels instead of ragged products",
+    probe=count(r"ragged_dot"),
+    holds=_VANISHES,
+  ),
+  Key(
+    name="use_gmm_v2",
+    platform="tpu",
+    held_by="//model:kernel_keys_test",
+    base={**KERNELS, "use_tokamax_gmm": True},
+    refused={"use_tokamax_gmm": False},
+    promise="R",
+    evidence="kernels of this repository",
+    probe=count(r'kernel_name = "gmm_forward'),
+    holds=_APPEARS,
+  ),
+  Key(
+    name="prefuse_moe_weights",
+    platform="tpu",
+    held_by="//model:kernel_keys_test",
+    base={**KERNELS, "use_tokamax_gmm": True, "use_gmm_v2": True},
+    refused={"model_preset": "tiny"},
+    promise="S",
+    evidence="forward and in the replay one product less",
+    probe=count(r'kernel_name = "gmm_forward'),
+    holds=lambda off, on: on == off - 2,
+  ),
+  Key(
+    name="wi_tile_fwd_mlp_dim",
+    value=256,
+    platform="tpu",
+    held_by="//model:kernel_keys_test",
+    base=EXPERTS,
+    refused={"use_gmm_v2_heuristic_tiling": True},
+    promise="S",
+    evidence="the forward kernels, by check sum: the first product's is another one",
+    probe=kernel_bodies("gmm_forward_none"),
+    holds=lambda off, on: len(off) == len(on) > 0 and off != on,
+  ),
+  Key(
     name="moe_wi_gmm_fused_swiglu",
     platform="tpu",
+    held_by="//model:kernel_keys_test",
     base=EXPERTS,
     refused={"use_gmm_v2": False},
     promise="R",
@@ -256,6 +364,7 @@ KEYS = (
   Key(
     name="moe_router_grad_from_wo_input",
     platform="tpu",
+    held_by="//model:kernel_keys_test",
     base=EXPERTS,
     refused={"use_gmm_v2": False},
     promise="S",
@@ -266,6 +375,7 @@ KEYS = (
   Key(
     name="moe_wo_gmm_fused_dswiglu",
     platform="tpu",
+    held_by="//model:kernel_keys_test",
     base=EXPERTS,
     refused={"use_gmm_v2": False},
     promise="R",
@@ -348,6 +458,15 @@ KEYS = (
     program="update",
   ),
   Key(
+    name="query_proj_kernel_gather_once",
+    base=CUSTOM,
+    promise="B",
+    evidence="the query kernel is gathered forward and once backward, not twice",
+    probe=count(r"all_gather.*-> tensor<64x256xf32>"),
+    holds=_exactly(3, 2),
+    refused={"remat_policy": "full"},
+  ),
+  Key(
     name="decoder_layer_input",
     value="offload",
     base={"remat_policy": "custom", "key_proj": "device"},
@@ -376,6 +495,9 @@ KEYS = (
       ("gdn_conv", "Gated DeltaNet", "1x1", "1x32x128"),
       ("gdn", "Gated DeltaNet", "1x1", "1x32x4x16"),
       ("moe_x_sorted", "all", 1, "64x64"),
+      ("moe_mlpwi_0", "all", 1, "64x32"),
+      ("moe_mlpwi_1", "all", 1, "64x32"),
+      ("moe_mlpwo", "all", 1, "64x64"),
       ("mlpwi", "all", 1, "32x32"),
       ("mlpwo", "all", 1, "32x64"),
     )

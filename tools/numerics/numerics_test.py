@@ -191,7 +191,12 @@ def test_a_real_pair_passes_and_a_real_fault_does_not(tmp_path, capsys, monkeypa
 def test_a_token_lost_on_a_mesh_fails_the_counters(monkeypatch):
   small = [flag for flag in SMALL if "model_preset" not in flag]
   settings = lambda *flags: main.candidate_settings([*small, "--model_preset=tiny_moe", *flags], "")
-  tight = ("--mesh=1x2x1", "--use_ring_of_experts", "--ragged_buffer_factor=1.0")
+  tight = (
+    "--mesh=1x2x1",
+    "--use_ring_of_experts",
+    "--use_ragged_sort",
+    "--ragged_buffer_factor=1.0",
+  )
   problem = runs.make_problem(
     settings(),
     steps=2,
