@@ -1,17 +1,29 @@
 """Prints the mesh's keys: class, refusals, what each changes in the lowered program, and its parity.
 
-bazel run //tools:keys_report
+bazel run //tools:keys_report -- --keys=use_ragged_sort,query_proj
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
-import sys
 
+from kernels.base import cli, options
 from tools.keys import table
 
+_NAMES = tuple(sorted({key.name for key in table.KEYS}))
 
-def main() -> int:
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeysOptions:
+  """What is shown."""
+
+  keys: tuple[str, ...] = options.option(
+    (), help="Options of the mesh to show; empty for all, which takes minutes.", choices=_NAMES
+  )
+
+
+def run(settings: options.Settings) -> int:
   """Prints the table; 1 if a key does not show what it should or breaks its class's promise."""
   os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
     " --xla_force_host_platform_device_count=8"
@@ -23,7 +35,7 @@ def main() -> int:
 
   declared = table.settings_of({}).options
   bad = 0
-  for key in table.KEYS:
+  for key in (k for k in table.KEYS if not settings.keys or k.name in settings.keys):
     off, on = programs.probe(key)
     holds = key.holds(off, on)
     bad += not holds
@@ -44,4 +56,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  cli.main(run, components=[KeysOptions], description=__doc__)
