@@ -11,6 +11,7 @@ import pytest  # noqa: E402
 from kernels.base import options, refusals  # noqa: E402
 from model.sharded.options import ShardedOptions  # noqa: E402
 from rl import refusals as rl_refusals  # noqa: E402
+from tools.keys import key as key_lib  # noqa: E402
 from tools.keys import programs, table  # noqa: E402
 
 BY_TITLE = pytest.mark.parametrize("key", table.KEYS, ids=lambda key: key.title)
@@ -27,7 +28,7 @@ def test_a_key_acts(key):
 @BY_TITLE
 def test_a_key_is_accepted_as_shown_and_refused_where_it_cannot_work(key):
   for values in (key.off, key.on):
-    broken = refusals.broken_rules(table.settings_of(values), rl_refusals.RULES)
+    broken = refusals.broken_rules(key_lib.settings_of(values), rl_refusals.RULES)
     assert not broken, [rule.name for rule in broken]
   assert (key.refused is None) == (not key.refusals())
 

@@ -9,6 +9,7 @@ import dataclasses
 import os
 
 from kernels.base import cli, options
+from tools.keys import key as key_lib
 from tools.keys import table
 
 _NAMES = tuple(sorted({key.name for key in table.KEYS}))
@@ -33,7 +34,7 @@ def run(settings: options.Settings) -> int:
   os.environ.setdefault("JAX_PLATFORMS", "cpu")
   from tools.keys import parity, programs
 
-  declared = table.settings_of({}).options
+  declared = key_lib.settings_of({}).options
   bad = 0
   for key in (k for k in table.KEYS if not settings.keys or k.name in settings.keys):
     off, on = programs.probe(key)
@@ -42,9 +43,9 @@ def run(settings: options.Settings) -> int:
     print(f"{key.title}\n  {declared[key.name].help}")
     print(f"  refused by: {', '.join(key.refusals()) or 'nothing'}")
     print(f"  {key.evidence}: {off} -> {on}: {'yes' if holds else 'NO'}", flush=True)
-    limit = table.LIMITS[key.promise]
+    limit = key_lib.LIMITS[key.promise]
     allowed = f"relative L2 at most {limit:.0e}" if limit else "every bit equal"
-    if key.held_by != table.PARITY:
+    if key.held_by != key_lib.PARITY:
       print(f"  class {key.promise}, {allowed}: held by {key.held_by}")
       continue
     found = parity.parity(key)

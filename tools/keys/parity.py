@@ -21,7 +21,8 @@ from kernels.base import refusals
 from model import api
 from rl import optimizer, packing, placed
 from rl import refusals as rl_refusals
-from tools.keys import programs, table
+from tools.keys import key as key_lib
+from tools.keys import programs
 
 Values = dict[str, np.ndarray]
 
@@ -50,7 +51,7 @@ class Parity:
 
   def keeps(self, promise: str) -> bool:
     """Whether the class's promise is kept."""
-    limit = table.LIMITS[promise]
+    limit = key_lib.LIMITS[promise]
     return self.equal if limit == 0 else self.distance <= limit
 
 
@@ -129,12 +130,12 @@ def _run(
   return found
 
 
-def _values(key: table.Key, given: Mapping[str, Any], unset: bool) -> Values:
+def _values(key: key_lib.Key, given: Mapping[str, Any], unset: bool) -> Values:
   plain = {**given, **_PLAIN}
   # Fused loops add in an order that depends on what they are fused with.  The load balance's permutes
   # and interpreted kernels come out wrong on a CPU without fusion (NaN with and without the key).
   breaks = ("context_parallel_attention_load_balance", "kernel_implementation")
-  fused = table.LIMITS[key.promise] > 0 or any(name in key.base for name in breaks)
+  fused = key_lib.LIMITS[key.promise] > 0 or any(name in key.base for name in breaks)
   return _run(key.program == "update", key.layers, unset, fused, tuple(sorted(plain.items())))
 
 
@@ -160,12 +161,12 @@ def compare(wanted: Values, found: Values) -> Parity:
   return Parity(worst, where, equal)
 
 
-def parity(key: table.Key) -> Parity:
+def parity(key: key_lib.Key) -> Parity:
   """The row's step with the key against that without it."""
   return _parity_of(key, key.on)
 
 
-def _parity_of(key: table.Key, on: Mapping[str, Any]) -> Parity:
+def _parity_of(key: key_lib.Key, on: Mapping[str, Any]) -> Parity:
   # Replayed routing changes nothing where none was recorded: that is its promise.
   unset = "router_replay" not in key.base
   return compare(_values(key, key.off, unset), _values(key, on, unset))
@@ -180,7 +181,7 @@ class Union:
     on: The trainer's options with all of them.
   """
 
-  keys: list[table.Key]
+  keys: list[key_lib.Key]
   on: dict[str, Any]
 
   @property
@@ -192,21 +193,21 @@ class Union:
     """The step with all of them against that with none."""
     return _parity_of(self.keys[0], self.on)
 
-  def takes(self, key: table.Key) -> bool:
+  def takes(self, key: key_lib.Key) -> bool:
     """Whether a row fits in: nothing is set twice, and nothing refused."""
     first = self.keys[0]
-    same = lambda k: (k.off, k.program, k.layers, table.LIMITS[k.promise])
+    same = lambda k: (k.off, k.program, k.layers, key_lib.LIMITS[k.promise])
     if same(first) != same(key) or key.name in {one.name for one in self.keys}:
       return False
-    settings = table.settings_of({**self.on, key.name: key.value})
+    settings = key_lib.settings_of({**self.on, key.name: key.value})
     return not refusals.broken_rules(settings, rl_refusals.RULES)
 
 
-def unions(keys: Sequence[table.Key]) -> list[Union]:
+def unions(keys: Sequence[key_lib.Key]) -> list[Union]:
   """The rows whose values are compared here, in as few steps as their classes allow."""
   found: list[Union] = []
   for key in keys:
-    if key.held_by != table.PARITY:
+    if key.held_by != key_lib.PARITY:
       continue
     for union in found:
       if union.takes(key):

@@ -16,11 +16,11 @@ from model import config as model_config
 from model.sharded.options import ShardedOptions
 from rl import config as rl_config
 from rl import optimizer, packing, placed
-from tools.keys import table
+from tools.keys import key as key_lib
 
-SHAPE = MeshShape.parse(table.SMALL["mesh"])
-ROWS, TOKENS = table.SMALL["micro_batch_rows"], table.SMALL["row_tokens"]
-SEGMENTS = table.SMALL["max_segments_per_row"]
+SHAPE = MeshShape.parse(key_lib.SMALL["mesh"])
+ROWS, TOKENS = key_lib.SMALL["micro_batch_rows"], key_lib.SMALL["row_tokens"]
+SEGMENTS = key_lib.SMALL["max_segments_per_row"]
 
 _SHORT = dataclasses.replace(
   model_config.preset("tiny_moe"), num_hidden_layers=1, full_attention_interval=1
@@ -33,7 +33,7 @@ _MODELS = {
   "two": dataclasses.replace(_SHORT, num_hidden_layers=2),
   "one": _SHORT,
 }
-# Widths that fill a TPU's lanes, experts as wide as those of the preset in `table.EXPERTS`.
+# Widths that fill a TPU's lanes, experts as wide as those of the preset in `key_lib.EXPERTS`.
 _WIDE = dataclasses.replace(_SHORT, hidden_size=128, moe_intermediate_size=512)
 
 
@@ -77,7 +77,7 @@ def build(given: Mapping[str, Any], *, layers: str, wide: bool = False) -> Built
 
   Args:
     given: Options and their values.
-    layers: As of `table.Key.layers`.
+    layers: As of `key_lib.Key.layers`.
     wide: Widths that fill a TPU's lanes.
 
   Raises:
@@ -88,7 +88,7 @@ def build(given: Mapping[str, Any], *, layers: str, wide: bool = False) -> Built
       f"{len(jax.devices())} devices: want {SHAPE.devices}; on a CPU set"
       f" XLA_FLAGS=--xla_force_host_platform_device_count={SHAPE.devices}"
     )
-  settings = table.settings_of(given)
+  settings = key_lib.settings_of(given)
   config = _WIDE if wide else _MODELS[layers]
   model_options = settings.of(model_config.ModelOptions)
   optimizer_options = settings.of(rl_config.OptimizerOptions)
@@ -136,7 +136,7 @@ def text(program: str, platform: str, layers: str, given: tuple[tuple[str, Any],
   return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
-def probe(key: table.Key) -> tuple[Any, Any]:
+def probe(key: key_lib.Key) -> tuple[Any, Any]:
   """What a row's probe finds with the key off and on."""
   make = lambda values: text(key.program, key.platform, key.layers, tuple(sorted(values.items())))
   return key.probe(make(key.off)), key.probe(make(key.on))
