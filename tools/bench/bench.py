@@ -99,7 +99,7 @@ def measure(
     arms: One or two.
     rounds: Least rounds.
     most_rounds: Most rounds.
-    error: Relative 95 % error, of two arms' ratio or of one arm's step, at which enough is known.
+    error: Relative 99 % error, of two arms' ratio or of one arm's step, at which enough is known.
     steps: Steps of an arm in a round.
     chips: Chips that the process uses.
     peak_flops: Peak of one chip, FLOP/s, if known.
@@ -124,7 +124,7 @@ def measure(
       turn += 1
     found = _known(runs)
     lines = (f"{a.name} {_mean_step(r[-1]):.4f} s" for a, r in zip(arms, runs))
-    progress(f"round {index + 1}: {', '.join(lines)}; error {found.relative:.1%}")
+    progress(f"round {index + 1}: {', '.join(lines)}; error {_percent(found)}")
     if index + 1 >= rounds and found.relative <= error:
       break
   return [
@@ -176,6 +176,10 @@ def _result(
   )
 
 
+def _percent(found: spread.Estimate) -> str:
+  return f"{found.relative:.1%}" if found.count > 1 else "unknown after one round"
+
+
 def lines(results: Sequence[Result]) -> list[str]:
   """What a person reads."""
   out = []
@@ -183,7 +187,7 @@ def lines(results: Sequence[Result]) -> list[str]:
     mfu = f"MFU {r.mfu:.2%}" if r.mfu is not None else "MFU unknown: give --peak_tflops"
     dropped = "not counted" if r.dropped_tokens is None else f"{r.dropped_tokens:.0f}"
     out += [
-      f"{r.name}: {r.step.value:.4f} s a step +- {r.step.relative:.1%} ({r.step.count} rounds),"
+      f"{r.name}: {r.step.value:.4f} s a step +- {_percent(r.step)} (rounds: {r.step.count}),"
       f" {r.tokens_per_second_per_chip:,.0f} tokens/s/chip, {r.tflops_per_chip:.3f} TFLOP/s/chip,"
       f" {mfu}",
       f"  micro-batches {', '.join(f'{s:.4f}' for s in r.micro_batches)} s, update {r.update:.4f} s,"
@@ -193,9 +197,8 @@ def lines(results: Sequence[Result]) -> list[str]:
   if len(results) == 2:
     found = spread.ratio(results[0].medians, results[1].medians)
     verdict = "no difference" if abs(found.value - 1) <= found.error else "a difference"
-    out.append(
-      f"{results[1].name} / {results[0].name}: {found.value:.4f} +- {found.error:.4f}: {verdict}"
-    )
+    error = f"+- {found.error:.4f}: {verdict}" if found.count > 1 else "+- unknown after one round"
+    out.append(f"{results[1].name} / {results[0].name}: {found.value:.4f} {error}")
   return out
 
 

@@ -27,13 +27,13 @@ class BenchOptions:
   b_flags: str | None = options.option(
     None, help="Flags of arm B, after those of the command line; empty for one arm."
   )
-  bench_rounds: int = options.option(5, help="Least rounds; each has all arms.", minimum=1)
+  bench_rounds: int = options.option(6, help="Least rounds; each has all arms.", minimum=1)
   bench_most_rounds: int = options.option(
-    20, help="Most rounds, where the error is still above --bench_error.", minimum=1
+    30, help="Most rounds, where the error is still above --bench_error.", minimum=1
   )
   bench_error: float = options.option(
-    0.03,
-    help="Relative 95 % error, of B / A or of the only arm's step, at which rounds end.",
+    0.04,
+    help="Relative 99 % error, of B / A or of the only arm's step, at which rounds end.",
     minimum=0.0,
   )
   bench_steps: int = options.option(4, help="Steps of an arm in a round.", minimum=1)

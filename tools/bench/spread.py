@@ -7,17 +7,20 @@ import math
 import statistics
 from collections.abc import Sequence
 
-# Two-sided 95 % points of Student's t by degrees of freedom; 1.96 beyond.
-_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
+from scipy import special
+
+# Rounds end when the error is small enough, which picks moments at which it happens to be.  Simulated,
+# 8 to 13 in a hundred 95 % intervals that ended so missed; of 99 % intervals, 3 to 5.
+CONFIDENCE = 0.99
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-  """A number and its 95 % error; the error is infinite with one value.
+  """A number and its 99 % error; the error is infinite with one value.
 
   Attributes:
     value: The mean.
-    error: Half the width of its 95 % interval.
+    error: Half the width of its interval of that confidence.
     count: Values behind it.
   """
 
@@ -68,7 +71,8 @@ def trimmed_mean(values: Sequence[float], part: float = 0.2) -> Estimate:
 
 
 def _point(degrees: int) -> float:
-  return _T[degrees - 1] if degrees <= len(_T) else 1.96
+  """Two-sided point of Student's t."""
+  return float(special.stdtrit(degrees, 0.5 + CONFIDENCE / 2))
 
 
 def ratio(a: Sequence[float], b: Sequence[float]) -> Estimate:
@@ -79,7 +83,7 @@ def ratio(a: Sequence[float], b: Sequence[float]) -> Estimate:
     b: Seconds of arm B in the same rounds.
 
   Returns:
-    Geometric mean of the pairs' ratios, trimmed by a fifth at either end, with its 95 % error.
+    Geometric mean of the pairs' ratios, trimmed by a fifth at either end, with its 99 % error.
 
   Raises:
     ValueError: The arms have not as many replicates, or none.
