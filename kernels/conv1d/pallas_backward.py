@@ -33,7 +33,7 @@ def _sublane_sum(x):
 
 def _kernel(
   full_ref, bits_ref, next_bits_ref, window_ref, before_ref, x_ref, after_ref, dy_ref, dy_after_ref,
-  kernel_ref, dx_ref, dw_ref, dbefore_ref, words_ref, d_ref, masks_ref, *, taps, tiles, interpret
+  kernel_ref, dx_ref, dw_ref, dbefore_ref, inputs_ref, d_ref, masks_ref, *, taps, tiles, interpret
 ):  # fmt: skip
   row, tile, channel = pl.program_id(0), pl.program_id(1), pl.program_id(2)
   parts = words_lib.parts_of(x_ref.dtype)
@@ -46,15 +46,16 @@ def _kernel(
   def _():
     dw_ref[channel] = jnp.zeros(dw_ref.shape[1:], jnp.float32)
 
-  words_ref[:halo] = words_lib.from_rows(jnp.where(tile == 0, window_ref[0], before_ref[0]))
+  before = words_lib.from_rows(jnp.where(tile == 0, window_ref[0], before_ref[0]))
+  taps_lib.write(inputs_ref, 0, before, parts)
   # The last inputs of this tile are taps of the tokens after it.
   tail = words_lib.from_rows(x_ref[0, tiles.tokens - tiling.HALO :])
-  words_ref[words : words + halo] = tail
-  words_ref[words + halo :] = words_lib.from_rows(after_ref[0])
+  taps_lib.write(inputs_ref, words, tail, parts)
+  taps_lib.write(inputs_ref, words + halo, words_lib.from_rows(after_ref[0]), parts)
 
   def gradient(at, d_words, mask):
     """Writes twice the gradient of the sums of `step` words; returns it and the inputs."""
-    earlier = taps_lib.Earlier(lambda back: words_ref[pl.ds(halo + at - back, step)], parts)
+    earlier = taps_lib.Earlier(inputs_ref, halo + at, step, parts)
     sums, inputs = pallas_forward.half_sums(earlier, kernel, mask, taps)
     result = []
     for i in indices:
@@ -70,8 +71,8 @@ def _kernel(
     source = jnp.maximum(at - step, 0) if may_be_first else at - step
     words = words_lib.load(x_ref.at[0], pl.multiple_of(source, step), step, interpret)
     if may_be_first:
-      words = jnp.where(at == 0, words_ref[:halo], words)
-    words_ref[pl.ds(at + halo - step, step)] = words
+      words = jnp.where(at == 0, before, words)
+    taps_lib.write(inputs_ref, at + halo - step, words, parts)
 
   masks = lambda i, d, at, first: masks_ref[first + i * taps + d, at : at + step]
   taps_lib.write_masks(masks_ref, next_bits_ref[0, 0], 0, taps)
@@ -204,7 +205,7 @@ def backward(
         ),
       ),
       scratch_shapes=[
-        pltpu.VMEM(((tiles.tokens + 2 * tiling.HALO) // parts, width), jnp.int32),
+        pltpu.VMEM((tiles.tokens + 2 * tiling.HALO, width), jnp.int32),
         pltpu.VMEM((tiles.tokens + tiling.HALO, width), jnp.float32),
         pltpu.VMEM((2 * parts * taps, masked_rows, width), jnp.int32),
       ],

@@ -50,7 +50,7 @@ def for_each_step(start, count: int, step: int, body) -> None:
 
 
 def _kernel(
-  full_ref, bits_ref, window_ref, before_ref, x_ref, kernel_ref, y_ref, words_ref, masks_ref,
+  full_ref, bits_ref, window_ref, before_ref, x_ref, kernel_ref, y_ref, inputs_ref, masks_ref,
   *, taps, tiles, interpret
 ):  # fmt: skip
   row, tile = pl.program_id(0), pl.program_id(1)
@@ -58,13 +58,15 @@ def _kernel(
   halo, step = tiling.HALO // parts, tiling.HALO // parts
   kernel = kernel_ref[...]
   chunks = tiles.tokens // tiles.chunk
-  words_ref[:halo] = words_lib.from_rows(jnp.where(tile == 0, window_ref[0], before_ref[0]))
+  before = words_lib.from_rows(jnp.where(tile == 0, window_ref[0], before_ref[0]))
+  taps_lib.write(inputs_ref, 0, before, parts)
 
   def run(start, count, mask):
     def one(at, offset):
       at = pl.multiple_of(at, step)
-      words_ref[pl.ds(halo + at, step)] = words_lib.load(x_ref.at[0], at, step, interpret)
-      earlier = taps_lib.Earlier(lambda back: words_ref[pl.ds(halo + at - back, step)], parts)
+      words = words_lib.load(x_ref.at[0], at, step, interpret)
+      bits = taps_lib.write(inputs_ref, halo + at, words, parts)
+      earlier = taps_lib.Earlier(inputs_ref, halo + at, step, parts, bits)
       own = mask and (lambda *which: mask(*which, offset, step))
       sums, _ = half_sums(earlier, kernel, own, taps)
       words_lib.store(y_ref.at[0], at, [h + h * jnp.tanh(h) for h in sums], interpret)
@@ -129,7 +131,7 @@ def forward(
       ],
       out_specs=pl.BlockSpec((1, tiles.tokens, width), lambda b, i, c, _: (b, i, c)),
       scratch_shapes=[
-        pltpu.VMEM(((tiles.tokens + tiling.HALO) // parts, width), jnp.int32),
+        pltpu.VMEM((tiles.tokens + tiling.HALO, width), jnp.int32),
         pltpu.VMEM((parts * taps, tiles.masked_chunk // parts, width), jnp.int32),
       ],
     ),

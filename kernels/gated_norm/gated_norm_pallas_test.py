@@ -78,5 +78,6 @@ def test_arguments_are_validated():
     gated_norm.gated_rms_norm(x, z, scale, layout="channel_minor")
   with pytest.raises(ValueError, match="multiple of 16"):
     gated_norm.Tiles(chunk=8)
-  assert gated_norm.Tiles().fit_rows(1000) == (1024, 512)
+  assert gated_norm.Tiles().fit_rows(1000) == (1008, 1008)
+  assert gated_norm.Tiles(chunk=512).fit_rows(1000) == (1024, 512)
   assert [gated_norm.Tiles(heads=8).fit_heads(n) for n in (64, 6, 12)] == [8, 2, 4]

@@ -8,9 +8,13 @@
 nothing moves between lanes.  Both work on `kernels.base.words`, a register of words at a time in
 straight-line code, so that the latency of one register's mean hides behind others'.
 
-With h = z / 2, t = tanh h and u = 1 + t:  silu(z) = h u  and  silu'(z) = u (1 + h (1 - t)) / 2.
+With h = z / 2, t = tanh h and u = 1 + t:  s = silu(z) = h u  and  silu'(z) = (u + s (1 - t)) / 2.
 Sums stand for means: with r' = rsqrt(sum(x^2) + D eps), n' = x r' and w' = w sqrt(D), all of the
 above holds with sum(a n') for mean(a n), and dw = sqrt(D) sum dy n' silu(z).
+
+The backward pass has a phase for what stands before, between and after its two means, each for all
+rows of a loop step: what a phase leaves waits in VMEM, since values that waited for a mean in
+registers would spill.  dx = r' (a - x r' sum(a n')).
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ class Tiles:
   """
 
   tokens: int = 4096
-  chunk: int = 512
+  chunk: int = 1024
   heads: int = 64
 
   def __post_init__(self):
@@ -84,9 +88,9 @@ def _forward(x, z, scale, inverse):
 def _backward(x, z, dy, scale, inverse):
   """n', dy n' silu(z), a and dz."""
   half, tanh, u = _gate(z)
-  n = x * inverse
-  dy_silu = dy * (half * u)
-  dz = dy * n * (0.5 * scale) * (u * (1.0 + half * (1.0 - tanh)))
+  n, silu = x * inverse, half * u
+  dy_silu = dy * silu
+  dz = dy * n * (0.5 * scale) * (u + silu * (1.0 - tanh))
   return n, dy_silu * n, dy_silu * scale, dz
 
 
@@ -122,8 +126,9 @@ def _minor_forward(x_ref, z_ref, scale_ref, y_ref, *, eps, chunk, interpret):
 
 
 def _minor_backward(
-  x_ref, z_ref, dy_ref, scale_ref, dx_ref, dz_ref, dw_ref, *, eps, chunk, rows, interpret
-):
+  x_ref, z_ref, dy_ref, scale_ref, dx_ref, dz_ref, dw_ref, a_ref, inverse_ref, total_ref,
+  *, eps, chunk, rows, interpret
+):  # fmt: skip
   parts, (tokens, dim) = words.parts_of(x_ref.dtype), x_ref.shape
   step, count = _STEP // parts, chunk // parts
   scale = scale_ref[...]
@@ -133,24 +138,39 @@ def _minor_backward(
   def _():
     dw_ref[...] = jnp.zeros_like(dw_ref)
 
+  read = lambda ref, at: words.floats(words.load(ref, at, step, interpret), parts)
+  wide = lambda column: jnp.broadcast_to(column, (step, dim))
+
   def body(i):
+    steps = [
+      (slice(offset, offset + step), pl.multiple_of(i * count + offset, step))
+      for offset in range(0, count, step)
+    ]
+    for own, at in steps:
+      for part, x in enumerate(read(x_ref, at)):
+        squares = jnp.sum(x * x, axis=1, keepdims=True)
+        inverse_ref[part, own] = wide(_inverse(squares, dim, eps))
     sums = jnp.zeros((8, dim), jnp.float32)
-    for offset in range(0, count, step):
-      at = pl.multiple_of(i * count + offset, step)
-      read = lambda ref, at=at: words.floats(words.load(ref, at, step, interpret), parts)
-      dxs, dzs = [], []
-      for part, (x, z, dy) in enumerate(zip(read(x_ref), read(z_ref), read(dy_ref))):
-        inverse = _inverse(jnp.sum(x * x, axis=1, keepdims=True), dim, eps)
+    for own, at in steps:
+      dzs = []
+      for part, (x, z, dy) in enumerate(zip(read(x_ref, at), read(z_ref, at), read(dy_ref, at))):
+        inverse = inverse_ref[part, own]
         n, dw, a, dz = _backward(x, z, dy, scale, inverse)
-        dxs.append(inverse * (a - n * jnp.sum(a * n, axis=1, keepdims=True)))
         dzs.append(dz)
+        a_ref[part, own] = a
+        total_ref[part, own] = inverse * jnp.sum(a * n, axis=1, keepdims=True)
         if rows % tokens:  # Behind the last row a tile holds anything.
           row = parts * (at + lax.broadcasted_iota(jnp.int32, dw.shape, 0)) + part
           dw = jnp.where(row < limit, dw, 0.0)
         sums += _sublane_sum(dw)
-      words.store(dx_ref, at, dxs, interpret)
       words.store(dz_ref, at, dzs, interpret)
     dw_ref[...] += sums
+    for own, at in steps:
+      dx = [
+        inverse_ref[part, own] * (a_ref[part, own] - x * total_ref[part, own])
+        for part, x in enumerate(read(x_ref, at))
+      ]
+      words.store(dx_ref, at, dx, interpret)
 
   _loop(tokens // chunk, body)
 
@@ -186,34 +206,51 @@ def _major_forward(x_ref, z_ref, scale_ref, y_ref, *, eps, interpret):
 
 
 def _major_backward(
-  x_ref, z_ref, dy_ref, scale_ref, dx_ref, dz_ref, dw_ref, *, eps, length, interpret
+  x_ref, z_ref, dy_ref, scale_ref, dx_ref, dz_ref, dw_ref, a_ref, *, eps, length, interpret
 ):
   tokens, dim = x_ref.shape[3], x_ref.shape[2]
   first = pl.program_id(2) * tokens
-  unroll = math.gcd(x_ref.shape[1], 2)
+  unroll, parts = a_ref.shape[0], words.parts_of(x_ref.dtype)
+  step = min(_STEP // parts, dim // parts)
+  steps = [slice(at, at + step) for at in range(0, dim // parts, step)]
 
   @pl.when((pl.program_id(0) == 0) & (pl.program_id(1) == 0) & (pl.program_id(2) == 0))
   def _():
     dw_ref[...] = jnp.zeros_like(dw_ref)
 
   def body(i):
-    for head in range(unroll):
-      head += i * unroll
-      read = lambda ref, head=head: _major_parts(ref, head, interpret)
-      x, z, dy = read(x_ref), read(z_ref), read(dy_ref)
-      inverse = _inverse(_major_sum([part * part for part in x]), dim, eps)
-      results = [
-        _backward(*given, scale_ref[part], inverse) for part, given in enumerate(zip(x, z, dy))
-      ]
-      total = _major_sum([a * n for n, _, a, _ in results])
-      dx = [inverse * (a - n * total) for n, _, a, _ in results]
-      words.store(dx_ref.at[0, head], 0, dx, interpret)
-      words.store(dz_ref.at[0, head], 0, [dz for *_, dz in results], interpret)
-      for part, (_, dw, _, _) in enumerate(results):
-        if length % tokens:
-          token = first + lax.broadcasted_iota(jnp.int32, dw.shape, 1)
-          dw = jnp.where(token < length, dw, 0.0)
-        dw_ref[part] += dw
+    heads = [i * unroll + lane for lane in range(unroll)]
+
+    def read(ref, head, own):
+      return words.floats(words.load(ref.at[0, head], own.start, step, interpret), parts)
+
+    inverses, totals = [], []
+    for head in heads:
+      squares = [x * x for own in steps for x in read(x_ref, head, own)]
+      inverses.append(_inverse(_major_sum(squares), dim, eps))
+    for lane, head in enumerate(heads):
+      total = []
+      for own in steps:
+        given = [read(ref, head, own) for ref in (x_ref, z_ref, dy_ref)]
+        dzs = []
+        for part, (x, z, dy) in enumerate(zip(*given)):
+          n, dw, a, dz = _backward(x, z, dy, scale_ref[part, own], inverses[lane])
+          a_ref[lane, part, own] = a
+          total.append(a * n)
+          dzs.append(dz)
+          if length % tokens:
+            token = first + lax.broadcasted_iota(jnp.int32, dw.shape, 1)
+            dw = jnp.where(token < length, dw, 0.0)
+          dw_ref[part, own] += dw
+        words.store(dz_ref.at[0, head], own.start, dzs, interpret)
+      totals.append(inverses[lane] * _major_sum(total))
+    for lane, head in enumerate(heads):
+      for own in steps:
+        dx = [
+          inverses[lane] * (a_ref[lane, part, own] - x * totals[lane])
+          for part, x in enumerate(read(x_ref, head, own))
+        ]
+        words.store(dx_ref.at[0, head], own.start, dx, interpret)
 
   _loop(x_ref.shape[1] // unroll, body)
 
@@ -222,13 +259,14 @@ def _struct(x):
   return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def _call(body, grid, inputs, in_specs, out_shape, out_specs, name, interpret):
+def _call(body, grid, inputs, in_specs, out_shape, out_specs, name, interpret, scratch=()):
   return pl.pallas_call(
     functools.partial(body, interpret=interpret),
     grid=grid,
     in_specs=in_specs,
     out_specs=out_specs,
     out_shape=out_shape,
+    scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
     compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",) * len(grid)),
     cost_estimate=pl.CostEstimate(
       flops=12 * inputs[0].size,
@@ -273,6 +311,7 @@ def head_minor(
     body = functools.partial(_minor_forward, **shared)
     specs = [main, main, row]
     return _call(body, grid, (x, z, scale), specs, _struct(x), main, "gated_norm", interpret)
+  parts = words.parts_of(x.dtype)
   body = functools.partial(_minor_backward, rows=rows, **shared)
   sums = pl.BlockSpec((8, dim), lambda i, h: (0, 0))
   dx, dz, dw = _call(
@@ -284,6 +323,7 @@ def head_minor(
     (main, main, sums),
     "gated_norm_backward",
     interpret,
+    scratch=[(parts, chunk // parts, dim)] * 3,
   )
   return dx, dz, dim**0.5 * jnp.sum(dw, axis=0)
 
@@ -324,5 +364,6 @@ def token_minor(
     (main, main, spread),
     "gated_norm_token_minor_backward",
     interpret,
+    scratch=[(math.gcd(heads, 2), *shape)],
   )
   return dx, dz, dim**0.5 * jnp.sum(dw, axis=2).T.reshape(dim)

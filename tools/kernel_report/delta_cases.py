@@ -59,8 +59,8 @@ def _delta_net(model: str, key_heads: int, heads: int) -> list[KernelCase]:
 def _elementwise(model: str, all_channels: int, all_heads: int) -> list[KernelCase]:
   """The convolution and the gated norm: bandwidth is their floor."""
   out = []
-  tokens, channels = 8192, 2048
-  for which, arrays in (("forward", 2), ("backward", 3)):
+  # The backward pass's simulation takes minutes for each tile of 128 channels.
+  for which, arrays, tokens, channels in (("forward", 2, 8192, 2048), ("backward", 3, 8192, 512)):
     out.append(
       KernelCase(
         name=f"ours: {model} conv1d {which}",
@@ -70,11 +70,12 @@ def _elementwise(model: str, all_channels: int, all_heads: int) -> list[KernelCa
         kernel="causal_conv1d_silu",
         flops=1.0,
         bytes=2.0 * arrays * tokens * channels,
-        part=f"8,192 of 16,384 tokens, 2,048 of {all_channels:,} channels, no boundary in a tile",
+        part=f"{tokens:,} of 16,384 tokens, {channels:,} of {all_channels:,} channels, "
+        "no boundary in a tile",
       )
     )
-  tokens, heads = 4096, 8
-  for layout in ("head_minor", "token_minor"):
+  # Several steps of the grid, and the tile of the whole work: all heads of 128 tokens token-minor.
+  for layout, tokens, heads in (("head_minor", 4096, 32), ("token_minor", 1024, all_heads)):
     for which, arrays in (("forward", 3), ("backward", 5)):
       out.append(
         KernelCase(
@@ -85,7 +86,7 @@ def _elementwise(model: str, all_channels: int, all_heads: int) -> list[KernelCa
           kernel="gated_norm",
           flops=1.0,
           bytes=2.0 * arrays * tokens * heads * 128,
-          part=f"4,096 of 16,384 tokens, 8 of {all_heads} heads",
+          part=f"{tokens:,} of 16,384 tokens, {heads} of {all_heads} heads",
         )
       )
   return out
