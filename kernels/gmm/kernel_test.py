@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.gmm import expert_mlp, gmm, reference, row_kernel, visits, weight_kernel
+from kernels.gmm import epilogues, expert_mlp, gmm, reference, row_kernel, visits, weight_kernel
 from kernels.gmm import tiles as tiles_lib
 
 _K, _N = 256, 384
@@ -342,28 +342,47 @@ def _without_tail_visits(monkeypatch):
   monkeypatch.setattr(visits, "make", wrong)
 
 
-@pytest.mark.parametrize("fault", [_without_masks, _without_tail_visits])
-@pytest.mark.parametrize("kernel", ["row", "weight"])
-def test_planted_faults_of_the_layout_are_caught(monkeypatch, fault, kernel):
-  (x, grad), sizes = _problem("ragged", jnp.float32, _K, _N)
+def _assert_seen(kernel):
+  """The check of a kernel fails: for kernels that were made wrong."""
+  columns = (_N, 2 * _K) if kernel == "dswiglu" else (_K, _N)
+  (x, grad), sizes = _problem("ragged", jnp.float32, *columns)
   w = _matrices((5, _K, _N), jnp.float32)
-  fault(monkeypatch)
   if kernel == "row":
     got = row_kernel.grouped(x, w, sizes, tile=_TILE, interpret=True)
     want = reference.gmm(x, w, sizes)
-  else:
+  elif kernel == "weight":
     got = weight_kernel.transposed(x, grad, sizes, tile=_TILE, interpret=True)
     want = reference.tgmm(x, grad, sizes)
+  else:
+    got = row_kernel.grouped(
+      x, w, sizes, tile=dataclasses.replace(_TILE, k=512), transpose_rhs=True, epilogue="dswiglu",
+      gate_up=grad, interpret=True,
+    )  # fmt: skip
+    gate_up = reference.owned(grad, sizes)
+    _, pull = jax.vjp(lambda gu: jax.nn.silu(gu[:, :_K]) * gu[:, _K:], gate_up)
+    want = pull(reference.gmm(x, jnp.swapaxes(w, 1, 2), sizes))[0]
   with pytest.raises(AssertionError):
     _close(got, want, jnp.float32)
+
+
+@pytest.mark.parametrize("fault", [_without_masks, _without_tail_visits])
+@pytest.mark.parametrize("kernel", ["row", "weight", "dswiglu"])
+def test_planted_faults_of_the_layout_are_caught(monkeypatch, fault, kernel):
+  fault(monkeypatch)
+  _assert_seen(kernel)
+
+
+def test_planted_fault_of_the_weight_kernels_mask_is_caught(monkeypatch):
+  monkeypatch.setattr(weight_kernel, "_owned", lambda value, first, lo, hi: value)
+  _assert_seen("weight")
 
 
 @pytest.mark.parametrize("fault", ["sigmoid", "weight"])
 def test_planted_faults_of_the_epilogues_are_caught(monkeypatch, fault):
   if fault == "sigmoid":
-    monkeypatch.setattr(row_kernel, "_tanh_half", lambda x: (0.5 * x, jnp.tanh(0.505 * x)))
+    monkeypatch.setattr(epilogues, "tanh_half", lambda x: (0.5 * x, jnp.tanh(0.505 * x)))
   else:
-    monkeypatch.setattr(row_kernel, "_column", lambda row: jnp.ones((row.shape[1], 1), row.dtype))
+    monkeypatch.setattr(epilogues, "column", lambda row: jnp.ones((row.shape[1], 1), row.dtype))
   monkeypatch.setitem(globals(), "_run_mlp", jax.jit(_mlp, static_argnums=6))
   jax.clear_caches()
   with pytest.raises(AssertionError):

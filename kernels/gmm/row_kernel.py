@@ -5,14 +5,9 @@ the group covers the whole tile the product is one straight run; where it covers
 sub-tiles that hold its rows are multiplied and its rows alone are stored, so that what lies in
 other rows (of other groups, or of nobody) never enters a result.
 
-Epilogues work on the float32 sums of one strip of columns while the next strip is multiplied:
-
-  swiglu    result silu(gate) * up from one matrix [K, 2 F], gate columns then up columns.
-  dswiglu   input gradient of a down-projection turned into the gradient of [gate | up]:
-              a = dY Wo^T;  s = sigmoid(gate);  h = gate s up
-              d_weight = rowsum(a h);  da = weight a
-              d_gate = da up s (1 + gate (1 - s));  d_up = da gate s
-            d_weight needs the whole row of a, so there is one n tile.
+Epilogues (`epilogues.py`) work on the float32 sums of one strip of columns while the next strip is
+multiplied.  swiglu takes one matrix [K, 2 F], gate columns then up columns.  dswiglu needs the whole
+row for d_weight, so there is one n tile; with one k tile as well it is `dswiglu_kernel.py`'s.
 """
 
 from __future__ import annotations
@@ -26,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from kernels.gmm import dswiglu_kernel, epilogues
 from kernels.gmm import even as even_lib
 from kernels.gmm import tiles as tiles_lib
 from kernels.gmm import visits as visits_lib
@@ -48,23 +44,6 @@ def _dot(lhs, rhs, transpose_rhs):
   )
 
 
-def _tanh_half(x):
-  # sigmoid(x) = (1 + tanh(x / 2)) / 2: one hardware instruction instead of an exponential and a
-  # division.
-  half = 0.5 * x
-  return half, jnp.tanh(half)
-
-
-def _column(row):
-  """[1, rows] on lanes -> [rows, 1] on sublanes."""
-  return jnp.transpose(jnp.broadcast_to(row, (8, row.shape[1])))[:, :1]
-
-
-def _row(column):
-  """[rows, 1] on sublanes -> [1, rows] on lanes."""
-  return jnp.transpose(jnp.broadcast_to(column, (column.shape[0], 128)))[:1]
-
-
 def _kernel(
   pairs,
   bounds,
@@ -77,7 +56,6 @@ def _kernel(
   row_scaled,
   column_scaled,
   weighted,
-  stage,
   even,
 ):
   if even is not None:
@@ -91,7 +69,6 @@ def _kernel(
   weight_ref = next(it) if weighted else None
   out_ref = next(it)
   d_weight_ref = next(it) if weighted else None
-  stage_ref = next(it) if stage else None
   acc_refs = list(it)
 
   visit, k_step = pl.program_id(1), pl.program_id(2)
@@ -133,7 +110,7 @@ def _kernel(
   def finish(rows, sums, start, size, keep):
     """Stores one strip; returns its part of the row sums for d_weight."""
     if row_scaled:
-      row_scale = _column(lhs_scale_ref[0, :, rows])
+      row_scale = epilogues.column(lhs_scale_ref[0, :, rows])
       sums = [s * row_scale for s in sums]
     if column_scaled:
       sums = [s * ref[0, :, start : start + size] for s, ref in zip(sums, rhs_scale_refs)]
@@ -141,54 +118,18 @@ def _kernel(
     if epilogue == "none":
       results = [(start, sums[0])]
     elif epilogue == "swiglu":
-      gate, up = sums
-      half, tanh = _tanh_half(gate)
-      results = [(start, half * (1.0 + tanh) * up)]
+      results = [(start, epilogues.swiglu(*sums))]
     else:
-      gate = gate_up_ref[rows, start : start + size].astype(jnp.float32)
-      up = gate_up_ref[rows, width + start : width + start + size].astype(jnp.float32)
-      half, tanh = _tanh_half(gate)
-      twice = 1.0 + tanh  # 2 sigmoid(gate)
-      act = half * twice
-      slope = (twice + act * (1.0 - tanh)) * up  # 2 up d silu / d gate
-      grad = sums[0]
-      d_up = grad * act
-      if weighted:
-        part = jnp.sum(d_up * up, axis=1, keepdims=True)
-        weight = _column(weight_ref[0, :, rows])
-        results = [(start, grad * (0.5 * weight) * slope), (width + start, d_up * weight)]
-      else:
-        results = [(start, grad * 0.5 * slope), (width + start, d_up)]
+      weight = epilogues.column(weight_ref[0, :, rows]) if weighted else None
+      late = width + start
+      gate, up = (gate_up_ref[rows, at : at + size] for at in (start, late))
+      d_gate, d_up, part = epilogues.dswiglu(sums[0], gate, up, weight)
+      results = [(start, d_gate), (late, d_up)]
     for at, value in results:
       columns = slice(at, at + size)
       value = value.astype(out_ref.dtype)
       out_ref[rows, columns] = keep(value, out_ref[rows, columns]) if keep else value
     return part
-
-  def staged():
-    """The whole tile; the epilogue of a piece stands after the product of the next, which hides it.
-
-    The sums wait in VMEM, so that the array's result registers are free for the next product.  The
-    last piece, whose epilogue nothing hides, is half as high.
-    """
-    half = tile.rows // 2 if tile.rows % 32 == 0 else tile.rows
-    pieces = [(slice(0, tile.rows), *strip) for strip in strips[:-1]]
-    pieces += [(slice(r, r + half), *strips[-1]) for r in range(0, tile.rows, half)]
-    parts = []
-
-    def end(rows, start, size):
-      sums = [stage_ref[rows, start : start + size]]
-      parts.append(finish(rows, sums, start, size, None))
-
-    for number, (rows, start, size) in enumerate(pieces):
-      stage_ref[rows, start : start + size] = product(rows, 0, start, size)
-      if number:
-        end(*pieces[number - 1])
-    end(*pieces[-1])
-    if weighted:
-      whole = parts[: len(strips) - 1]
-      last = jnp.concatenate(parts[len(whole) :], axis=0)
-      store_weight(slice(None), [*whole, last], None)
 
   def run(rows, keep):
     if acc_refs:
@@ -226,16 +167,13 @@ def _kernel(
       total = sum(parts[1:], parts[0])
       total = keep(total, jnp.zeros_like(total)) if keep else total
       if keep:
-        d_weight_ref[0, :, rows] += _row(total)
+        d_weight_ref[0, :, rows] += epilogues.row(total)
       else:
-        d_weight_ref[0, :, rows] = _row(total)
+        d_weight_ref[0, :, rows] = epilogues.row(total)
 
   @pl.when(full)
   def _():
-    if stage_ref is None:
-      run(slice(None), None)
-    else:
-      staged()
+    run(slice(None), None)
 
   @pl.when(has_rows & jnp.logical_not(full))
   def _():
@@ -315,7 +253,22 @@ def grouped(
     raise ValueError(f"dswiglu wants one n tile: n={tile.n}, N={n}")
   if epilogue == "swiglu" and width % tile.n:
     raise ValueError(f"swiglu wants a tile n={tile.n} that divides {width}")
-  out_dtype = out_dtype or lhs.dtype
+  out_dtype = jnp.dtype(out_dtype or lhs.dtype)
+  if epilogue == "dswiglu" and transpose_rhs and tile.k >= k:
+    out = dswiglu_kernel.gradient(
+      lhs,
+      rhs,
+      group_sizes,
+      gate_up,
+      tile=tile,
+      lhs_scale=None if lhs_scale is None else _row_vector(lhs_scale, tile.rows),
+      rhs_scale=rhs_scale,
+      weights=None if weights is None else _row_vector(weights, tile.rows),
+      out_dtype=out_dtype,
+      even=even,
+      interpret=interpret,
+    )
+    return out[0] if weights is None else (out[0], out[1].reshape(-1)[:m])
   list_ = visits_lib.make(group_sizes, m, tile.rows, visit_empty=False)
   grid = (pl.cdiv(width, tile.n), list_.pairs.shape[0], pl.cdiv(k, tile.k))
 
@@ -386,9 +339,8 @@ def grouped(
     in_specs.append(pl.BlockSpec((1, 1, tile.rows), vector_map))
     out_shape.append(jax.ShapeDtypeStruct((row_tiles, 1, tile.rows), jnp.float32))
     out_specs.append(pl.BlockSpec((1, 1, tile.rows), d_weight_map))
-  stage = epilogue == "dswiglu" and grid[2] == 1
   scratch = []
-  if grid[2] > 1 or stage:
+  if grid[2] > 1:
     scratch = [pltpu.VMEM((tile.rows, tile.n), jnp.float32) for _ in halves]
 
   out = pl.pallas_call(
@@ -401,7 +353,6 @@ def grouped(
       row_scaled=lhs_scale is not None,
       column_scaled=rhs_scale is not None,
       weighted=weights is not None,
-      stage=stage,
       even=even,
     ),
     grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -418,7 +369,7 @@ def grouped(
     cost_estimate=pl.CostEstimate(
       flops=2 * m * k * n,
       transcendentals=m * width if epilogue != "none" else 0,
-      bytes_accessed=lhs.nbytes + rhs.nbytes + m * out_columns * jnp.dtype(out_dtype).itemsize,
+      bytes_accessed=lhs.nbytes + rhs.nbytes + m * out_columns * out_dtype.itemsize,
     ),
     interpret=interpret,
     name=f"gmm_{'dlhs' if transpose_rhs else 'forward'}_{epilogue}",

@@ -14,6 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 
+# Rows that the array contracts over at a time: fewer rows of a weight gradient cost as many.
+_DEPTH = 256
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiles:
@@ -26,7 +29,8 @@ class Tiles:
     part: Rows that are multiplied at a time where a group covers only part of a tile: a group
       costs its rows rounded up to this, not to `rows`.  Divides `rows`.
     columns: Result columns that are multiplied between two runs of the epilogue, so that the
-      epilogue of one strip overlaps the product of the next.
+      epilogue of one strip overlaps the product of the next.  In drhs, result rows of a piece of
+      the left side: one is turned while the one before is multiplied.
 
   Raises:
     ValueError: A size is not what the hardware takes.
@@ -93,13 +97,14 @@ class PassTiles:
     if which not in ("wi", "wo"):
       raise ValueError(f"{which=}: want wi or wo")
 
-    def tile(dims, left_is_embed):
+    def tile(dims, left_is_embed, part=128):
       rows, embed, mlp = dims
       k, n = (embed, mlp) if left_is_embed else (mlp, embed)
-      return Tiles(rows=rows, k=k, n=n, part=min(rows, 128))
+      return Tiles(rows=rows, k=k, n=n, part=min(rows, part))
 
     wi = which == "wi"
-    return cls(forward=tile(fwd, wi), dlhs=tile(dlhs, not wi), drhs=tile(drhs, wi))
+    part = 128 if drhs[0] % _DEPTH else _DEPTH
+    return cls(forward=tile(fwd, wi), dlhs=tile(dlhs, not wi), drhs=tile(drhs, wi, part))
 
 
 def _whole(k: int, n: int) -> Tiles:
@@ -112,22 +117,22 @@ _TABLE = {
   (4096, 2048): PassTiles(
     forward=_whole(4096, 2048),
     dlhs=_whole(2048, 4096),
-    drhs=Tiles(rows=512, k=2048, n=2048, part=128, columns=512),
+    drhs=Tiles(rows=512, k=2048, n=2048, part=_DEPTH, columns=512),
   ),
   (1024, 4096): PassTiles(
     forward=_whole(1024, 4096),
     dlhs=_whole(4096, 1024),
-    drhs=Tiles(rows=512, k=1024, n=4096, part=128, columns=512),
+    drhs=Tiles(rows=512, k=1024, n=4096, part=_DEPTH, columns=512),
   ),
   (2048, 1024): PassTiles(
     forward=_whole(2048, 1024),
     dlhs=_whole(1024, 2048),
-    drhs=Tiles(rows=512, k=2048, n=1024, part=128, columns=512),
+    drhs=Tiles(rows=512, k=2048, n=1024, part=_DEPTH, columns=512),
   ),
   (512, 2048): PassTiles(
     forward=_whole(512, 2048),
     dlhs=_whole(2048, 512),
-    drhs=Tiles(rows=512, k=512, n=2048, part=128, columns=512),
+    drhs=Tiles(rows=512, k=512, n=2048, part=_DEPTH, columns=512),
   ),
 }
 
@@ -152,5 +157,5 @@ def good(k: int, n: int) -> PassTiles:
   return PassTiles(
     forward=rows_pass(k, n),
     dlhs=rows_pass(n, k),
-    drhs=Tiles(rows=512, k=_largest(k, 2048), n=right, part=128, columns=min(512, right)),
+    drhs=Tiles(rows=512, k=_largest(k, 2048), n=right, part=_DEPTH, columns=512),
   )

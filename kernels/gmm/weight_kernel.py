@@ -4,6 +4,11 @@ Grid (k tiles, n tiles, visits).  One [k, n] tile of the result stays in VMEM wh
 of its group pass.  A group without rows gets one visit, which writes its exact zero.  Where a group
 covers a part of a tile, both sides are masked: a zero on one side alone would not silence a NaN of
 a row that the group does not own.
+
+Both sides come with rows on sublanes, and the product wants them on the lanes of its left side.  So
+the left side is turned, each piece once, into VMEM, beside the product of the piece before.  A piece
+is as many rows of the result as the array's result registers hold twice: then they sum over all rows
+of the tile, and each sum of the result is read and written once a visit.
 """
 
 from __future__ import annotations
@@ -27,20 +32,41 @@ _VMEM_LIMIT = 65472 << 10
 def _dot(lhs, rhs):
   precision = lax.Precision.HIGHEST if lhs.dtype == jnp.float32 else lax.Precision.DEFAULT
   return lax.dot_general(
-    lhs, rhs, (((0,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+    lhs, rhs, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
   )
 
 
-def _kernel(pairs, bounds, counts, *refs, tile, scaled, even):
+def _turn(value):
+  # Eight-bit values are turned as bfloat16, which holds them all: turning them as they are takes
+  # more than the product.
+  wide = value.astype(jnp.bfloat16) if value.dtype.itemsize == 1 else value
+  return jnp.transpose(wide).astype(value.dtype)
+
+
+def _owned(value, first, lo, hi):
+  """Rows lo to hi of what begins at row `first`, and zero elsewhere, whatever lies there."""
+  packed = 4 // value.dtype.itemsize
+  # A word holds `packed` rows.  Its mask has the value's shape: one column of masks would be
+  # broadcast along lanes, by the unit that turns the left side.
+  words = pltpu.bitcast(value, jnp.int32)
+  row = first + packed * lax.broadcasted_iota(jnp.int32, words.shape, 0)
+  mask = jnp.zeros_like(row)
+  for i in range(packed):
+    bits = -1 if packed == 1 else ((1 << 32 // packed) - 1) << 32 // packed * i
+    bits = jnp.int32(bits - (1 << 32) if bits >= 1 << 31 else bits)
+    mask |= jnp.where((row + i >= lo) & (row + i < hi), bits, 0)
+  return pltpu.bitcast(words & mask, value.dtype)
+
+
+def _kernel(pairs, bounds, counts, *refs, tile, scaled, summed_in_place, even):
   if even is not None:
     pairs, bounds, counts = even.refs()
   it = iter(refs)
   lhs_ref, rhs_ref = next(it), next(it)
   lhs_scale_ref, rhs_scale_ref = (next(it), next(it)) if scaled else (None, None)
-  out_ref = next(it)
+  out_ref, turned_ref, owned_ref = next(it), next(it), next(it)
   # A float32 result is summed where it lies; another type needs a float32 scratch.
-  scratch_ref = next(it, None)
-  acc_ref = out_ref.at[0] if scratch_ref is None else scratch_ref
+  acc_ref = out_ref.at[0] if summed_in_place else next(it)
 
   visit = pl.program_id(2)
   pair = pairs[visit]
@@ -54,57 +80,83 @@ def _kernel(pairs, bounds, counts, *refs, tile, scaled, even):
   after = visits_lib.group_of(pairs[jnp.minimum(visit + 1, last)])
   opens = works & ((visit == 0) | (before != group))
   closes = works & ((visit == counts[0] - 1) | (after != group))
-  width = rhs_ref.shape[1]
-  strips = [(c, min(tile.columns, width - c)) for c in range(0, width, tile.columns)]
+  ends = closes if scaled or not summed_in_place else False
+  height, width = lhs_ref.shape[1], rhs_ref.shape[1]
+  pieces = [slice(r, min(r + tile.columns, height)) for r in range(0, height, tile.columns)]
 
-  @pl.when(opens & jnp.logical_not(full))
-  def _():
-    acc_ref[...] = jnp.zeros_like(acc_ref)
+  def store(piece, sums):
+    """Stores finished rows of the result."""
+    if not scaled:
+      out_ref[0, piece, :] = sums.astype(out_ref.dtype)
+      return
+    for start in range(0, width, 128):
+      columns = slice(start, start + 128)
+      value = sums[:, columns] * lhs_scale_ref[piece, :] * rhs_scale_ref[:, columns]
+      out_ref[0, piece, columns] = value.astype(out_ref.dtype)
 
-  @pl.when(full & opens)
-  def _():
-    for start, size in strips:
-      columns = slice(start, start + size)
-      acc_ref[:, columns] = _dot(lhs_ref[...], rhs_ref[:, columns])
+  def accumulate(rows, count, right_ref, fresh, keep, write):
+    """Adds the product of `count` rows; the first of a group overwrites what lies in the tile."""
 
-  @pl.when(full & jnp.logical_not(opens))
+    def turn(piece):
+      turned_ref[piece, :count] = _turn(keep(lhs_ref[rows, piece]))
+
+    turn(pieces[0])
+    for piece, following in zip(pieces, [*pieces[1:], None]):
+      if following:
+        turn(following)
+      sums = _dot(turned_ref[piece, :count], right_ref[...])
+      write(piece, jnp.where(fresh, 0.0, acc_ref[piece, :]) + sums)
+
+  def add(piece, sums):
+    acc_ref[piece, :] = sums
+
+  whole = functools.partial(accumulate, slice(None), tile.rows, rhs_ref, opens, lambda value: value)
+
+  @pl.when(full & jnp.logical_not(ends))
   def _():
-    for start, size in strips:
-      columns = slice(start, start + size)
-      acc_ref[:, columns] += _dot(lhs_ref[...], rhs_ref[:, columns])
+    whole(add)
+
+  if ends is not False:
+
+    @pl.when(full & ends)
+    def _():
+      whole(store)
+
+  def by_rows(write):
+    """Runs a pass over the result, in a loop that keeps its code short."""
+
+    def one(step, carry):
+      write(pl.ds(pl.multiple_of(step * 128, 128), 128))
+      return carry
+
+    lax.fori_loop(0, height // 128, one, 0)
+
+  @pl.when(works & (hi <= lo))
+  def _():
+    def clear(rows):
+      acc_ref[rows, :] = jnp.zeros((128, width), jnp.float32)
+
+    by_rows(clear)
 
   @pl.when(works & jnp.logical_not(full) & (hi > lo))
   def _():
+    first = lax.div(lo, tile.part)
+
     def one(step, carry):
       at = pl.multiple_of(step * tile.part, tile.part)
       rows = pl.ds(at, tile.part)
-      index = at + lax.broadcasted_iota(jnp.int32, (tile.part, 1), 0)
-      mine = (index >= lo) & (index < hi)
-
-      def owned(value):
-        # Eight-bit values are selected as float32: there is no eight-bit select.
-        wide = value.astype(jnp.float32)
-        return jnp.where(mine, wide, 0.0).astype(value.dtype)
-
-      lhs = owned(lhs_ref[rows, :])
-      for start, size in strips:
-        columns = slice(start, start + size)
-        acc_ref[:, columns] += _dot(lhs, owned(rhs_ref[rows, columns]))
+      keep = lambda value: _owned(value, at, lo, hi)
+      owned_ref[...] = keep(rhs_ref[rows, :])
+      accumulate(rows, tile.part, owned_ref, opens & (step == first), keep, add)
       return carry
 
-    lax.fori_loop(lax.div(lo, tile.part), lax.div(hi + tile.part - 1, tile.part), one, 0)
+    lax.fori_loop(first, lax.div(hi + tile.part - 1, tile.part), one, 0)
 
-  if scaled or scratch_ref is not None:
+  if ends is not False:
 
-    @pl.when(closes)
+    @pl.when(ends & jnp.logical_not(full))
     def _():
-      if not scaled:
-        out_ref[0] = acc_ref[...].astype(out_ref.dtype)
-        return
-      for start in range(0, acc_ref.shape[1], 128):
-        columns = slice(start, start + 128)
-        value = acc_ref[:, columns] * lhs_scale_ref[...] * rhs_scale_ref[:, columns]
-        out_ref[0, :, columns] = value.astype(out_ref.dtype)
+      by_rows(lambda rows: store(rows, acc_ref[rows, :]))
 
 
 def transposed(
@@ -172,12 +224,18 @@ def transposed(
       pl.BlockSpec((tile.k, 128), lambda i, j, v, *p: (i, 0)),
       pl.BlockSpec((1, tile.n), lambda i, j, v, *p: (0, j)),
     ]
-  scratch = []
+  scratch = [pltpu.VMEM((tile.k, tile.rows), lhs.dtype), pltpu.VMEM((tile.part, tile.n), rhs.dtype)]
   if out_dtype != jnp.float32:
-    scratch = [pltpu.VMEM((tile.k, tile.n), jnp.float32)]
+    scratch.append(pltpu.VMEM((tile.k, tile.n), jnp.float32))
 
   return pl.pallas_call(
-    functools.partial(_kernel, tile=tile, scaled=lhs_scale is not None, even=even),
+    functools.partial(
+      _kernel,
+      tile=tile,
+      scaled=lhs_scale is not None,
+      summed_in_place=out_dtype == jnp.float32,
+      even=even,
+    ),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=3,
       grid=grid,
