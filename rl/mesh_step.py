@@ -200,6 +200,7 @@ def make_functions(
         collectives.own_part(targets, CONTEXT, 1).reshape(-1),
         temperature=loss_options.temperature,
         token_chunk=loss_options.logps_chunk_size,
+        implementation=cell.implementation,
       )
     whole = (collectives.gather_shared(x.reshape(rows, length), CONTEXT, 1) for x in found)
     return Scores(*(train_step.at_token(x, batch.segment_ids) for x in whole)), out.dropped

@@ -126,6 +126,7 @@ def score(
       targets.reshape(-1),
       temperature=temperature,
       token_chunk=token_chunk,
+      implementation=options.kernel_implementation,
     )
 
   with jax.named_scope("head"):

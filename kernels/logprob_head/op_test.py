@@ -1,11 +1,11 @@
-"""The chunked head against the plain one, with cotangents of each token's own."""
+"""The head in plain JAX against the definition, with cotangents of each token's own."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.logprob_head import op, reference
+from kernels.logprob_head import op, reference, scans
 
 TOLERANCE = {jnp.float32: 2e-6, jnp.bfloat16: 2e-3}
 
@@ -86,7 +86,7 @@ def _one_product(a, b, axis):
 def test_planted_faults_are_caught(name, fault, monkeypatch):
   case = (jnp.float32, 0.5, 16, 64)
   test_equals_the_reference(*case)
-  monkeypatch.setattr(op, name, fault)
+  monkeypatch.setattr(scans, name, fault)
   jax.clear_caches()
   with pytest.raises(AssertionError):
     test_equals_the_reference(*case)
@@ -190,7 +190,7 @@ def test_no_array_of_tokens_by_vocabulary():
 
 def test_blocks_fill_the_arrays():
   # 248,320 has no divisor near 8,192 that is a multiple of 256; 151,552 has 37 x 4,096.
-  assert [op._choose_block(v) for v in (248_320, 151_552, 65_536, 512)] == [8192, 4096, 8192, 512]
+  assert [scans.choose_block(v) for v in (248_320, 151_552, 65_536, 512)] == [8192, 4096, 8192, 512]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from tools.kernel_report import (
   delta_cases,
   dispatch_cases,
   gmm_cases,
+  head_cases,
   public_cases,
   xla_cases,
 )
@@ -21,6 +22,7 @@ CASES: tuple[KernelCase, ...] = (
   *delta_cases.CASES,
   *dispatch_cases.CASES,
   *gmm_cases.CASES,
+  *head_cases.CASES,
   *xla_cases.CASES,
   *public_cases.CASES,
 )

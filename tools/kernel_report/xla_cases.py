@@ -1,4 +1,4 @@
-"""The log-prob head, which is XLA's; the RMS norm, by XLA and by its kernels; XLA's grouped product.
+"""The RMS norm, by XLA and by its kernels; XLA's grouped product.
 
 One device's whole share of a step, 16,384 tokens.  What is XLA's is priced as a program, by the rules
 of `tools.aot.timeline`.
@@ -10,7 +10,7 @@ import dataclasses
 
 from tools.kernel_report.case import KernelCase
 
-_TOKENS, _VOCAB = 16_384, 248_320
+_TOKENS = 16_384
 
 
 def _case(name: str, builder: str, flops: float, bytes_: float, part: str, **sizes) -> KernelCase:
@@ -27,23 +27,8 @@ def _case(name: str, builder: str, flops: float, bytes_: float, part: str, **siz
 
 
 def _model(model: str, width: int) -> list[KernelCase]:
-  product, operands = 2.0 * _TOKENS * _VOCAB * width, 2.0 * (_TOKENS + _VOCAB) * width
   tokens = f"all: {_TOKENS:,} tokens"
   out = []
-  for which, products, arrays in (("forward", 1, 1), ("training", 4, 2)):
-    out.append(
-      _case(
-        f"ours: {model} log-prob head {'forward and backward' if products == 4 else which}",
-        "logprob_head",
-        products * product,
-        arrays * operands,
-        f"{tokens}, {_VOCAB:,} words",
-        which=which,
-        tokens=_TOKENS,
-        vocab=_VOCAB,
-        width=width,
-      )
-    )
   for which, arrays in (("forward", 2), ("backward", 3)):
     out.append(
       _case(

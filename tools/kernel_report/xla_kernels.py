@@ -1,29 +1,10 @@
-"""Builders for programs of XLA's own operations: log-prob head, RMS norm, `ragged_dot`."""
+"""Builders for programs of XLA's own operations: RMS norm, `ragged_dot`."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from tools.kernel_report import public_kernels
-
-
-def logprob_head(*, which: str, tokens: int, vocab: int, width: int) -> Any:
-  """Log-probs and entropies; with `training` the gradients of hidden states and table too."""
-  import jax
-  import jax.numpy as jnp
-
-  from kernels.logprob_head import op
-
-  bf16, float32 = jnp.bfloat16, jnp.float32
-  operands = [((tokens, width), bf16), ((vocab, width), bf16), ((tokens,), jnp.int32)]
-  lower = public_kernels.lower_on_one_slice
-  if which == "forward":
-    return lower(lambda x, w, y: op.logprob_head(x, w, y), *operands)
-
-  def training(x, w, y, *cotangents):
-    return jax.vjp(lambda x, w: op.logprob_head(x, w, y), x, w)[1](cotangents)
-
-  return lower(training, *operands, *[((tokens,), float32)] * 2)
 
 
 def rms_norm(*, which: str, tokens: int, width: int, implementation: str = "reference") -> Any:

@@ -69,7 +69,12 @@ class Scorer:
       flat = out.hidden.reshape(-1, out.hidden.shape[-1])
       # The last token of a row has no next one: whatever stands there is not read.
       targets = jnp.roll(tokens, -1, axis=1).reshape(-1)
-      found = op.logprob_head(flat, api.head_table(params), targets)
+      found = op.logprob_head(
+        flat,
+        api.head_table(params),
+        targets,
+        implementation=model_options.kernel_implementation,
+      )
       logprobs, entropy = (x.reshape(tokens.shape) for x in found)
       if not hidden:
         return logprobs, entropy, None, None, None
