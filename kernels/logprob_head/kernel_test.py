@@ -37,17 +37,27 @@ def _problem(dtype, vocab, tokens=200, scale=0.3, seed=0):
   return hidden, table, jnp.asarray(targets, jnp.int32), *jnp.asarray(cotangents, jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnames=("temperature", "modules"))
+@functools.partial(jax.jit, static_argnames=("temperature", "module"))
+def _forward(hidden, table, targets, temperature, module):
+  return module.forward(
+    hidden, table, targets, temperature=temperature, tiles=_TILES, interpret=True
+  )
+
+
+@functools.partial(jax.jit, static_argnames=("temperature", "module"))
+def _backward(*operands, temperature, module):
+  sizes = {"tiles": _TILES, "most_words": 128}
+  return module.backward(*operands, temperature=temperature, interpret=True, **sizes)
+
+
 def _kernels(
   hidden, table, targets, c, e, *, temperature=1.0, modules=(pallas_forward, pallas_backward)
 ):
-  forward, backward = modules
-  sizes = {"temperature": temperature, "tiles": _TILES, "interpret": True}
-  logps, entropies, lse = forward.forward(hidden, table, targets, **sizes)
-  gradients = backward.backward(
-    hidden, table, targets, lse, entropies, c, e, most_words=128, **sizes
-  )
-  return logps, entropies, *gradients
+  logps, entropies, lse = _forward(hidden, table, targets, temperature, modules[0])
+  if modules[0] is not pallas_forward:
+    return logps, entropies  # a planted fault
+  operands = (hidden, table, targets, lse, entropies, c, e)
+  return logps, entropies, *_backward(*operands, temperature=temperature, module=modules[1])
 
 
 @functools.partial(jax.jit, static_argnames="temperature")
@@ -67,8 +77,8 @@ def _relative(got, want):
 def _check(dtype, vocab, temperature=1.0, **changes):
   problem = _problem(dtype, vocab)
   got = _kernels(*problem, temperature=temperature, **changes)
-  assert [a.dtype for a in got] == [jnp.float32, jnp.float32, dtype, dtype]
-  for a, b in zip(got, _reference(*problem, temperature=temperature), strict=True):
+  assert [a.dtype for a in got] == [jnp.float32, jnp.float32, dtype, dtype][: len(got)]
+  for a, b in zip(got, _reference(*problem, temperature=temperature)):
     assert _relative(a, b) < _LIMIT[dtype]
 
 
@@ -81,19 +91,21 @@ def test_equals_the_reference(dtype, vocab, temperature):
 
 
 _FAULTS = {
-  "sums not rescaled to a new maximum": (0, "scale * sum_ + ", "sum_ + "),
+  "sums not rescaled to a new maximum": (0, "sum_ = scale * sum_ + ", "sum_ = sum_ + "),
   "weighted sum not shifted": (0, "weighted[:, columns] + step * sum_", "weighted[:, columns]"),
   "targets of a strip's last register lost": (0, "range(registers)", "range(registers - 1)"),
   "words behind the last": (0, "jnp.where(word < vocab, z, LOW)", "z"),
   "last strip left out": (0, "add(second, y_ref, start + rows)", "pass"),
   "tokens summed before they are scaled": (
-    *(1, "reward = dlogprobs /", "reward = jnp.full_like(dlogprobs, jnp.mean(dlogprobs)) /"),
+    *(1, "dlogprobs / temp", "jnp.full_like(dlogprobs, jnp.mean(dlogprobs)) / temp"),
   ),
   "overlap of the last block counted twice": (1, "live = tile >= where[1]", "live = tile >= 0"),
-  "sum of a tile not begun at zero": (1, "sums[...] = jnp.zeros_like(sums)", "pass"),
+  "sum of a tile not begun at zero": (1, "_zero(sums)", "pass"),
   "last tokens left out": (1, "live & (token_tile == token_tiles - 1)", "live & (token_tile == 0)"),
   "zeros behind the last word": (1, "jnp.where(word < vocab, z, pallas_forward.LOW)", "z"),
-  "one rounding of dz": (1, "(dz - high.astype(jnp.float32)).astype(dtype)", "high * 0"),
+  "one rounding of dz": (1, "(dz - high.astype(jnp.float32))", "(0 * dz)"),
+  "sums left in the scale of the cotangents": (1, "sums[rows, :] * inverse", "sums[rows, :]"),
+  "dead rows in the low part": (1, "      _zero(ref)", "      _zero(dz_refs[0])"),
 }
 
 

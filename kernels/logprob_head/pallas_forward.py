@@ -29,7 +29,6 @@ VMEM_LIMIT = 65472 << 10
 # Below every logit, and finite: a maximum that starts here needs no test for infinities.
 LOW = -1e30
 _MOST_TOKENS = 1024
-_LANES = 256  # tokens of one piece of a strip
 
 
 def logits(words: jax.Array, x: jax.Array) -> jax.Array:
@@ -43,6 +42,15 @@ def logits(words: jax.Array, x: jax.Array) -> jax.Array:
   )
 
 
+def behind(value: jax.Array) -> jax.Array:
+  """Zero, but known only when `value` is.
+
+  Added to what a piece of vector work begins with, it puts the piece behind another.  Pieces that were all
+  free to start would fill the vector units at once and keep the matrix units' operands waiting.
+  """
+  return jnp.minimum(jnp.abs(value), 0.0)
+
+
 def token_rows(values: jax.Array, tile: int) -> jax.Array:
   """[N] to [tiles, 1, tile]: tokens on lanes, zeros at the end."""
   count = -(-values.shape[0] // tile)
@@ -53,12 +61,13 @@ def _accumulate(z_ref, y_ref, start, top, total, weighted, chosen, *, base):
   """Adds a strip's words, the first of which is `start`, to the sums of each sublane."""
   rows, tokens = z_ref.shape
   registers = rows // tiles_lib.SUBLANES
-  for at in range(0, tokens, _LANES):
-    columns = slice(at, min(at + _LANES, tokens))
-    z = z_ref[:, columns]
-    width = z.shape[1]
-    z = z.reshape(registers, tiles_lib.SUBLANES, width)
-    old = top[:, columns]
+  piece = (tiles_lib.SUBLANES, tiles_lib.LANES)
+  sublane = lax.broadcasted_iota(jnp.int32, piece, 0)
+  wait = jnp.zeros(piece, jnp.float32)
+  for at in range(0, tokens, tiles_lib.LANES):
+    columns = slice(at, at + tiles_lib.LANES)
+    z = z_ref[:, columns].reshape(registers, *piece)
+    old = top[:, columns] + wait
     new = jnp.maximum(old, jnp.max(z, axis=0))
     top[:, columns] = new
     shifted = z - new[None]
@@ -69,8 +78,9 @@ def _accumulate(z_ref, y_ref, start, top, total, weighted, chosen, *, base):
     # `weighted` is the sum of exp(z - top) (z - top): shifting the maximum shifts both factors.
     shifted_sum = jnp.sum(mass * shifted, axis=0)
     weighted[:, columns] = scale * (weighted[:, columns] + step * sum_) + shifted_sum
-    total[:, columns] = scale * sum_ + jnp.sum(mass, axis=0)
-    sublane = lax.broadcasted_iota(jnp.int32, (tiles_lib.SUBLANES, width), 0)
+    sum_ = scale * sum_ + jnp.sum(mass, axis=0)
+    total[:, columns] = sum_
+    wait = behind(sum_)
     row = y_ref[0, :, columns] - start - sublane
     found = chosen[:, columns]
     for register in range(registers):

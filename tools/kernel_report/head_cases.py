@@ -28,7 +28,13 @@ def _kernel(model: str, width: int, which: str, tokens: int, words: int) -> Kern
     flops=products * 2.0 * tokens * words * width,
     bytes=2.0 * (arrays + written),
     part=f"{tokens:,} of {_TOKENS:,} tokens, {words:,} of {_VOCAB:,} words",
-    whole={"which": which, "tokens": _TOKENS, "vocab": _VOCAB, "width": width},
+    # A block is what one call of the backward kernel has.
+    whole={
+      "which": which,
+      "tokens": _TOKENS,
+      "vocab": _VOCAB if which == "forward" else _BLOCK,
+      "width": width,
+    },
   )
 
 
