@@ -80,14 +80,16 @@ class Arm:
       optimizer_options, 1, batch.micro_batch_rows * self._micro_batches
     )
     self.metrics: dict[str, float] = {}
-    self.meter = throughput.Meter.of_devices(
+    self.devices = 1 if layout is None else layout.mesh.size
+    meter = throughput.Meter.of_devices(
       config,
       model_options.gdn_chunk_size,
-      1 if layout is None else layout.mesh.size,
+      self.devices,
       jax.devices()[0].device_kind,
       settings.peak_tflops,
     )
-    self.model_flops = self.meter.model_flops(self.workload.tokens, self.workload.effective_length)
+    self.chips, self.peak_flops = meter.chips, meter.peak_flops
+    self.model_flops = meter.model_flops(self.workload.tokens, self.workload.effective_length)
 
   def step(self) -> StepTimes:
     """Runs one step, each program timed to its end."""

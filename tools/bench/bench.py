@@ -12,13 +12,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from rl import mesh_step
 from tools.bench import spread
-
-_DROPPED = "dropped_tokens"
 
 
 class Times(Protocol):
@@ -42,6 +42,10 @@ class Stepper(Protocol):
   @property
   def model_flops(self) -> float: ...
   @property
+  def chips(self) -> float: ...
+  @property
+  def peak_flops(self) -> float | None: ...
+  @property
   def workload(self) -> Any: ...
   def step(self) -> Times:
     """Runs one step."""
@@ -53,6 +57,7 @@ class Result:
 
   Attributes:
     name: The arm's name.
+    chips: Chips that it uses.
     step: Seconds of a step.
     replicates: Mean seconds of a step in each round.
     medians: Median seconds of a step in each round.
@@ -62,12 +67,14 @@ class Result:
     tokens_per_second_per_chip: Of tokens that are no padding.
     tflops_per_chip: Model TFLOP/s.
     mfu: Over the peak; None where the peak of the device is not known.
-    dropped_tokens: Of the last step; None where the program does not count them.
+    dropped_pairs: Pairs of a token and an expert that found no room in the last step; None where
+      the program does not count them.
     fill: Tokens over capacity.
     effective_length: sum(len^2) / sum(len), tokens.
   """
 
   name: str
+  chips: float
   step: spread.Estimate
   replicates: tuple[float, ...]
   medians: tuple[float, ...]
@@ -77,7 +84,7 @@ class Result:
   tokens_per_second_per_chip: float
   tflops_per_chip: float
   mfu: float | None
-  dropped_tokens: float | None
+  dropped_pairs: float | None
   fill: float
   effective_length: float
 
@@ -89,8 +96,6 @@ def measure(
   most_rounds: int,
   error: float,
   steps: int,
-  chips: float,
-  peak_flops: float | None,
   progress: Callable[[str], None] = lambda _: None,
 ) -> list[Result]:
   """Runs the arms.
@@ -101,14 +106,15 @@ def measure(
     most_rounds: Most rounds.
     error: Relative 99 % error, of two arms' ratio or of one arm's step, at which enough is known.
     steps: Steps of an arm in a round.
-    chips: Chips that the process uses.
-    peak_flops: Peak of one chip, FLOP/s, if known.
     progress: Takes a line at a time.
 
   Returns:
     A result for each arm.
   """
-  first = [arm.step().whole for arm in arms]
+  first = []
+  for arm in arms:
+    progress(f"compiling {arm.name} ...")
+    first.append(arm.step().whole)
   for arm in arms:
     arm.step()
   progress("compiled: " + ", ".join(f"{a.name} {s:.1f} s" for a, s in zip(arms, first)))
@@ -127,9 +133,7 @@ def measure(
     progress(f"round {index + 1}: {', '.join(lines)}; error {_percent(found)}")
     if index + 1 >= rounds and found.relative <= error:
       break
-  return [
-    _result(arm, run, seconds, chips, peak_flops) for arm, run, seconds in zip(arms, runs, first)
-  ]
+  return [_result(arm, run, seconds) for arm, run, seconds in zip(arms, runs, first)]
 
 
 def _known(runs: Sequence[Sequence[Sequence[Times]]]) -> spread.Estimate:
@@ -147,30 +151,25 @@ def _mean_step(times: Sequence[Times]) -> float:
   return sum(t.whole for t in times) / len(times)
 
 
-def _result(
-  arm: Stepper,
-  rounds: Sequence[Sequence[Times]],
-  first_step: float,
-  chips: float,
-  peak_flops: float | None,
-) -> Result:
+def _result(arm: Stepper, rounds: Sequence[Sequence[Times]], first_step: float) -> Result:
   replicates = tuple(_mean_step(times) for times in rounds)
   step = spread.mean(replicates)
   every = [t for times in rounds for t in times]
   count = len(every[0].micro_batches)
-  flops = arm.model_flops / step.value / chips
+  flops = arm.model_flops / step.value / arm.chips
   return Result(
     name=arm.name,
+    chips=arm.chips,
     step=step,
     replicates=replicates,
     medians=_medians(rounds),
     micro_batches=tuple(sum(t.micro_batches[k] for t in every) / len(every) for k in range(count)),
     update=sum(t.update for t in every) / len(every),
     first_step=first_step,
-    tokens_per_second_per_chip=arm.workload.tokens / step.value / chips,
+    tokens_per_second_per_chip=arm.workload.tokens / step.value / arm.chips,
     tflops_per_chip=flops / 1e12,
-    mfu=flops / peak_flops if peak_flops else None,
-    dropped_tokens=arm.metrics.get(_DROPPED),
+    mfu=flops / arm.peak_flops if arm.peak_flops else None,
+    dropped_pairs=arm.metrics.get(mesh_step.DROPPED),
     fill=arm.workload.fill,
     effective_length=arm.workload.effective_length,
   )
@@ -185,13 +184,13 @@ def lines(results: Sequence[Result]) -> list[str]:
   out = []
   for r in results:
     mfu = f"MFU {r.mfu:.2%}" if r.mfu is not None else "MFU unknown: give --peak_tflops"
-    dropped = "not counted" if r.dropped_tokens is None else f"{r.dropped_tokens:.0f}"
+    dropped = "not counted" if r.dropped_pairs is None else f"{r.dropped_pairs:.0f}"
     out += [
       f"{r.name}: {r.step.value:.4f} s a step +- {_percent(r.step)} (rounds: {r.step.count}),"
       f" {r.tokens_per_second_per_chip:,.0f} tokens/s/chip, {r.tflops_per_chip:.3f} TFLOP/s/chip,"
       f" {mfu}",
       f"  micro-batches {', '.join(f'{s:.4f}' for s in r.micro_batches)} s, update {r.update:.4f} s,"
-      f" first step {r.first_step:.1f} s; dropped tokens {dropped}; fill {r.fill:.1%}, effective"
+      f" first step {r.first_step:.1f} s; dropped pairs {dropped}; fill {r.fill:.1%}, effective"
       f" length {r.effective_length:.0f}",
     ]
   if len(results) == 2:
@@ -203,9 +202,18 @@ def lines(results: Sequence[Result]) -> list[str]:
 
 
 def to_json(results: Sequence[Result]) -> dict[str, Any]:
-  """Results and their ratio as plain data."""
+  """Results and their ratio as plain data; None for what is not known, such as an infinite error."""
   out: dict[str, Any] = {"arms": [dataclasses.asdict(r) for r in results]}
   if len(results) == 2:
     found = spread.ratio(results[0].medians, results[1].medians)
     out["ratio"] = dataclasses.asdict(found)
-  return out
+  return _known_numbers(out)
+
+
+def _known_numbers(data: Any) -> Any:
+  """The same with None for every number that is not finite: JSON has no other."""
+  if isinstance(data, dict):
+    return {key: _known_numbers(value) for key, value in data.items()}
+  if isinstance(data, (list, tuple)):
+    return [_known_numbers(value) for value in data]
+  return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import types
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from kernels.base import options
+from rl import mesh_step
 from tools.bench import arms, bench, main, spread, synthetic
 
 
@@ -118,8 +120,9 @@ def test_routing_tables(tmp_path):
 class Fake:
   """An arm of given seconds a step, that writes down when it ran."""
 
-  def __init__(self, name, seconds, log):
+  def __init__(self, name, seconds, log, chips=1.0, peak_flops=None):
     self.name, self._seconds, self._log = name, seconds, log
+    self.chips, self.peak_flops = chips, peak_flops
     self.metrics = {}
     self.model_flops = 4e12
     self.workload = types.SimpleNamespace(tokens=1000, fill=0.5, effective_length=100.0)
@@ -132,9 +135,11 @@ class Fake:
 
 def test_arms_alternate_and_figures_follow():
   log: list[str] = []
-  pair = [Fake("A", 2.0, log), Fake("B", 2.5, log)]
-  limits: dict[str, Any] = {"error": 0.03, "most_rounds": 9, "peak_flops": 10e12}
-  results = bench.measure(pair, rounds=3, steps=2, chips=2, **limits)
+  pair = [Fake("A", 2.0, log, 2.0, 10e12), Fake("B", 2.5, log, 4.0, 5e12)]
+  limits: dict[str, Any] = {"error": 0.03, "most_rounds": 9}
+  told: list[str] = []
+  results = bench.measure(pair, rounds=3, steps=2, progress=told.append, **limits)
+  assert told[:2] == ["compiling A ...", "compiling B ..."]
   # The first step compiles, the second settles; then in turns.
   assert "".join(log) == "AB" + "AB" + "ABBA" * 3
   a, b = results
@@ -142,11 +147,33 @@ def test_arms_alternate_and_figures_follow():
   assert a.micro_batches == pytest.approx((0.6, 1.0)) and a.update == pytest.approx(0.4)
   assert a.tokens_per_second_per_chip == pytest.approx(250)
   assert a.tflops_per_chip == pytest.approx(1.0) and a.mfu == pytest.approx(0.1)
+  # Each by its own chips: B has twice as many, of half the peak.
+  assert b.tokens_per_second_per_chip == pytest.approx(100) and b.chips == 4
+  assert b.tflops_per_chip == pytest.approx(0.4) and b.mfu == pytest.approx(0.08)
   text = "\n".join(bench.lines(results))
   assert "B / A: 1.2500" in text and "a difference" in text and "not counted" in text
   assert bench.to_json(results)["ratio"]["value"] == pytest.approx(1.25)
-  unknown = bench.measure(pair[:1], rounds=2, steps=1, chips=1, **limits | {"peak_flops": None})
+  unknown = bench.measure([Fake("A", 2.0, log)], rounds=2, steps=1, **limits)
   assert unknown[0].mfu is None and "--peak_tflops" in bench.lines(unknown)[0]
+
+
+def test_dropped_pairs_are_told():
+  arm = Fake("A", 1.0, [])
+  arm.metrics = {mesh_step.DROPPED: 7.0}
+  results = bench.measure([arm], rounds=1, most_rounds=1, error=1.0, steps=1)
+  assert results[0].dropped_pairs == 7 and "dropped pairs 7;" in bench.lines(results)[1]
+
+
+def test_an_error_that_is_not_known_is_null():
+  pair = [Fake("A", 1.0, []), Fake("B", 1.0, [])]
+  results = bench.measure(pair, rounds=1, most_rounds=1, error=1.0, steps=1)
+  out = json.loads(json.dumps(bench.to_json(results), allow_nan=False))
+  assert out["ratio"]["error"] is None and out["arms"][1]["step"]["error"] is None
+
+
+def test_the_header_has_the_devices_of_each_arm():
+  assert main.header({"A": 4}, "cpu") == "4 x cpu" == main.header({"A": 4, "B": 4}, "cpu")
+  assert main.header({"A": 4, "B": 8}, "cpu") == "A: 4 x cpu, B: 8 x cpu"
 
 
 class Noisy(Fake):
@@ -168,17 +195,13 @@ def test_rounds_are_added_until_the_error_is_small(shift):
   right = 0
   for seed in range(100):
     pair = [Noisy("A", 1.0, seed), Noisy("B", shift, 1000 + seed)]
-    results = bench.measure(
-      pair, rounds=6, most_rounds=60, error=0.03, steps=4, chips=1, peak_flops=None
-    )
+    results = bench.measure(pair, rounds=6, most_rounds=60, error=0.03, steps=4)
     found = spread.ratio(results[0].medians, results[1].medians)
     assert found.relative <= 0.03 and 6 <= found.count <= 60
     right += abs(found.value - shift) <= found.error
   # Stopping once it looks good costs a few of the hundred; 95 % intervals miss 12 here.
   assert right >= 95
-  few = bench.measure(
-    [Noisy("A", 1.0, 0)], rounds=2, most_rounds=3, error=0.0, steps=1, chips=1, peak_flops=None
-  )
+  few = bench.measure([Noisy("A", 1.0, 0)], rounds=2, most_rounds=3, error=0.0, steps=1)
   assert few[0].step.count == 3
 
 
@@ -209,13 +232,34 @@ def test_a_real_step_is_timed(tmp_path, capsys, monkeypatch):
   (arm,) = read["arms"]
   assert len(arm["micro_batches"]) == 2 and len(arm["replicates"]) == 2
   assert all(0 < s < arm["first_step"] for s in arm["replicates"])
-  assert 0.3 < arm["fill"] <= 1 and read["options"]["model_preset"] == "tiny_moe"
+  assert (
+    arm["devices"] == 1 and 0.3 < arm["fill"] <= 1 and read["options"]["model_preset"] == "tiny_moe"
+  )
 
 
-def test_files_and_choices_go_together():
-  line = [*SMALL, "--length_file=x.json"]
-  with pytest.raises(options.UserError, match="length_distribution=file"):
-    main.run(main.arm_settings(line, None), line)
+@pytest.mark.parametrize(
+  "flags, word",
+  [
+    (["--length_file=x.json"], "length_distribution=file"),
+    (["--routing=file"], "--routing_file goes with"),
+    (["--b_flags=--routing=file"], "--routing_file goes with"),
+    (["--length_distribution=full"], "--mean_length=20 is not read with .*=full"),
+    (["--b_flags=--length_distribution=full --mean_length=30"], "--mean_length=30 is not read"),
+    (["--bench_rounds=3"], "--bench_rounds=3 are more than --bench_most_rounds=2"),
+    *(([f"--b_flags=--{name}=1"], f"--{name}=1 has no place") for name in main._WHOLE_RUN),
+  ],
+)
+@pytest.mark.parametrize("more", [[], ["--check"]])
+def test_flags_that_do_not_go_together_are_refused_before_the_start(flags, word, more, capsys):
+  with pytest.raises(SystemExit) as ended:
+    main.main([*SMALL, *flags, *more])
+  assert ended.value.code == 2 and re.search(word, capsys.readouterr().err)
+
+
+def test_an_arm_may_leave_the_mean_length_of_the_command_line_unread(capsys):
+  with pytest.raises(SystemExit) as ended:
+    main.main([*SMALL, "--b_flags=--length_distribution=full", "--check"])
+  assert ended.value.code == 0, capsys.readouterr().err
 
 
 def test_arm_b_has_its_own_flags():

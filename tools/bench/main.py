@@ -1,6 +1,6 @@
 """Times the trainer's step on synthetic packed batches; A against B in one process.
 
-bazel run //tools:bench -- --recipe=none --model_preset=tiny_moe --row_tokens=512 \
+./bazelw run //tools:bench -- --recipe=none --model_preset=tiny_moe --row_tokens=512 \
   --micro_batch_rows=4 --num_micro_batches=2 --b_flags="--remat_policy=none"
 
 Takes the trainer's flags; those of --b_flags come after them for arm B.  The same on CPU, GPU and
@@ -15,7 +15,7 @@ import os
 import pathlib
 import sys
 
-from kernels.base import cli, mesh, options
+from kernels.base import cli, options
 from rl import recipes, refusals, trainer_options
 from tools.bench import synthetic
 
@@ -58,6 +58,7 @@ class BenchOptions:
 
 
 COMPONENTS = (*trainer_options.COMPONENTS, BenchOptions)
+_WHOLE_RUN = ("json", "bench_rounds", "bench_most_rounds", "bench_error", "bench_steps")
 
 
 def arm_settings(argv: list[str], extra: str | None) -> options.Settings:
@@ -66,8 +67,24 @@ def arm_settings(argv: list[str], extra: str | None) -> options.Settings:
   Raises:
     options.OptionError: A flag is unknown or refused.
   """
-  line = cli.arm(argv, "b_flags", extra or "", ("json",))
+  line = cli.arm(argv, "b_flags", extra or "", _WHOLE_RUN)
   return cli.parse(recipes.expand(line), COMPONENTS, rules=refusals.RULES)
+
+
+def judge(settings: options.Settings, argv: list[str]) -> None:
+  """What the flags of both arms tell.
+
+  Raises:
+    options.OptionError: Flags that do not go together.
+  """
+  if settings.bench_rounds > settings.bench_most_rounds:
+    raise options.OptionError(
+      f"--bench_rounds={settings.bench_rounds} are more than --bench_most_rounds="
+      f"{settings.bench_most_rounds}; give at least as many most rounds"
+    )
+  synthetic.judge(settings)
+  if settings.b_flags:
+    synthetic.judge(arm_settings(argv, settings.b_flags), settings)
 
 
 def run(settings: options.Settings, argv: list[str]) -> int:
@@ -77,9 +94,6 @@ def run(settings: options.Settings, argv: list[str]) -> int:
   from tools.bench import arms, bench
 
   os.chdir(os.environ.get("BUILD_WORKING_DIRECTORY", "."))
-  for kind, file in (("length_distribution", "length_file"), ("routing", "routing_file")):
-    if (getattr(settings, kind) == "file") != bool(getattr(settings, file)):
-      raise options.UserError(f"--{file} goes with --{kind}=file, and that with it")
   given = [("A", settings)]
   if settings.b_flags:
     given.append(("B", arm_settings(argv, settings.b_flags)))
@@ -101,19 +115,24 @@ def run(settings: options.Settings, argv: list[str]) -> int:
     most_rounds=settings.bench_most_rounds,
     error=settings.bench_error,
     steps=settings.bench_steps,
-    chips=made[0].meter.chips,
-    peak_flops=made[0].meter.peak_flops,
     progress=lambda text: print(text, file=sys.stderr, flush=True),
   )
-  devices = mesh.MeshShape.parse(settings.mesh or "1x1x1").devices
   kind = jax.devices()[0].device_kind
-  print(f"{devices} x {kind}")
+  print(header({arm.name: arm.devices for arm in made}, kind))
   print("\n".join(bench.lines(results)))
   if settings.json:
-    out = bench.to_json(results) | {"device": kind, "devices": devices}
-    out["options"] = settings.as_dict()
-    pathlib.Path(settings.json).write_text(json.dumps(out, indent=1) + "\n")
+    out = bench.to_json(results) | {"device": kind, "options": settings.as_dict()}
+    for written, arm in zip(out["arms"], made):
+      written["devices"] = arm.devices
+    pathlib.Path(settings.json).write_text(json.dumps(out, indent=1, allow_nan=False) + "\n")
   return 0
+
+
+def header(devices: dict[str, int], kind: str) -> str:
+  """The devices of every arm, by its name; once where all have as many."""
+  if len(set(devices.values())) == 1:
+    return f"{next(iter(devices.values()))} x {kind}"
+  return ", ".join(f"{name}: {count} x {kind}" for name, count in devices.items())
 
 
 def _run(settings: options.Settings, argv: list[str]) -> int:
@@ -132,7 +151,7 @@ def main(argv: list[str] | None = None) -> None:
     rules=refusals.RULES,
     description=__doc__ or "",
     argv=recipes.expand(line),
-    judge=lambda settings: settings.b_flags and arm_settings(line, settings.b_flags),
+    judge=lambda settings: judge(settings, line),
   )
 
 

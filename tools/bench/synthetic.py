@@ -12,7 +12,7 @@ import pathlib
 
 import numpy as np
 
-from kernels.base.options import UserError
+from kernels.base.options import OptionError, Settings, UserError
 from rl import packing
 from rl.trajectory import Trajectory
 
@@ -20,6 +20,30 @@ DISTRIBUTIONS = ("full", "uniform", "lognormal", "file")
 ROUTINGS = ("none", "uniform", "zipf", "file")
 _SHORTEST = 8  # tokens: a prompt and a few more
 _LOGNORMAL_SIGMA = 0.8
+_WITH_MEAN = ("uniform", "lognormal")
+
+
+def judge(settings: Settings, before: Settings | None = None) -> None:
+  """Holds lengths and routing to what goes together.
+
+  Args:
+    settings: With length_distribution, mean_length, length_file, routing and routing_file.
+    before: For an arm, the settings that its own flags come after: a mean length that it only
+      takes over is let pass.
+
+  Raises:
+    OptionError: A file without its choice or the choice without it, or a mean length that nothing
+      reads.
+  """
+  for kind, file in (("length_distribution", "length_file"), ("routing", "routing_file")):
+    if (getattr(settings, kind) == "file") != bool(getattr(settings, file)):
+      raise OptionError(f"--{file} goes with --{kind}=file, and that with it")
+  mean = settings.options["mean_length"].default if before is None else before.mean_length
+  if settings.length_distribution not in _WITH_MEAN and settings.mean_length != mean:
+    raise OptionError(
+      f"--mean_length={settings.mean_length} is not read with --length_distribution="
+      f"{settings.length_distribution}; give {' or '.join(_WITH_MEAN)}, or leave the mean out"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Six numerics gates between two configurations of the trainer, or against a recorded reference.
 
-bazel run //tools:numerics -- --recipe=none --model_preset=tiny_moe --row_tokens=128 \
+./bazelw run //tools:numerics -- --recipe=none --model_preset=tiny_moe --row_tokens=128 \
   --micro_batch_rows=4 --b_flags="--dtype=bfloat16"
 
 The command line is the reference, --b_flags come after it for the candidate.  Exits 1 where a gate
@@ -10,6 +10,7 @@ fails.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import pathlib
@@ -18,6 +19,7 @@ import sys
 from kernels.base import cli, options
 from rl import recipes, refusals, trainer_options
 from tools.bench import synthetic
+from tools.numerics.problem import differences
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,13 +57,48 @@ class NumericsOptions:
 COMPONENTS = (*trainer_options.COMPONENTS, NumericsOptions)
 
 
-def problem_key(settings: options.Settings) -> str:
-  """What two runs must share to be compared."""
-  names = (
-    *("model_preset", "checkpoint", "seed", "row_tokens", "micro_batch_rows", "num_micro_batches"),
-    *("max_segments_per_row", "numerics_steps", "length_distribution", "mean_length", "routing"),
-  )
-  return ",".join(f"{name}={getattr(settings, name)}" for name in names)
+_SHARED = (
+  *("model_preset", "checkpoint", "seed", "row_tokens", "micro_batch_rows", "num_micro_batches"),
+  *("max_segments_per_row", "numerics_steps", "length_distribution", "mean_length", "routing"),
+  "trainable_parameters_mask",
+)
+_SHARED_FILES = ("length_file", "routing_file")
+
+
+def shared(settings: options.Settings, files: bool = True) -> dict[str, str]:
+  """What two runs must share to be compared, by the option's name.
+
+  Args:
+    settings: Of one of the runs.
+    files: Whether to read the files of lengths and routing, which stand for a hash of what is in them.
+
+  Raises:
+    options.UserError: A file cannot be read.
+  """
+  found = {name: str(getattr(settings, name)) for name in _SHARED}
+  for name in _SHARED_FILES if files else ():
+    path = getattr(settings, name)
+    try:
+      content = pathlib.Path(path).read_bytes() if path else b""
+    except OSError as error:
+      raise options.UserError(f"--{name}={path}: {error.strerror}") from None
+    found[name] = hashlib.sha256(content).hexdigest()[:12] if path else "None"
+  return found
+
+
+def refuse_other_problem(
+  reference: options.Settings, candidate: options.Settings, files: bool
+) -> None:
+  """Refuses a candidate that is not of the reference's rows, model and parameters.
+
+  Raises:
+    options.OptionError: With the options that differ, the reference's value and the candidate's.
+  """
+  a, b = shared(reference, files), shared(candidate, files)
+  if changed := differences(a, b):
+    raise options.OptionError(
+      f"the candidate changes the problem: {changed}; give both runs the same"
+    )
 
 
 def candidate_settings(argv: list[str], extra: str) -> options.Settings:
@@ -74,19 +111,33 @@ def candidate_settings(argv: list[str], extra: str) -> options.Settings:
   return cli.parse(recipes.expand(line), COMPONENTS, rules=refusals.RULES)
 
 
+def judge(settings: options.Settings, argv: list[str]) -> None:
+  """What the flags of both runs tell.
+
+  Raises:
+    options.OptionError: There is nothing to judge, or flags do not go together.
+  """
+  if settings.recorded and settings.b_flags:
+    raise options.OptionError("--recorded judges the command line itself; leave --b_flags out")
+  if not (settings.recorded or settings.b_flags or settings.record):
+    raise options.OptionError("nothing to judge: give --b_flags, --recorded or --record")
+  if settings.lossy and not (settings.recorded or settings.b_flags):
+    raise options.OptionError("--lossy is about a candidate: give --b_flags or --recorded too")
+  synthetic.judge(settings)
+  if settings.b_flags:
+    candidate = candidate_settings(argv, settings.b_flags)
+    refuse_other_problem(settings, candidate, files=False)
+    synthetic.judge(candidate, settings)
+
+
 def run(settings: options.Settings, argv: list[str]) -> int:
   """Runs, judges, prints and writes."""
   from tools.numerics import gates, runs, show
 
   os.chdir(os.environ.get("BUILD_WORKING_DIRECTORY", "."))
-  if settings.recorded and settings.b_flags:
-    raise options.UserError("--recorded judges the command line itself; leave --b_flags out")
-  if not (settings.recorded or settings.b_flags or settings.record):
-    raise options.UserError("nothing to judge: give --b_flags, --recorded or --record")
   candidate = candidate_settings(argv, settings.b_flags) if settings.b_flags else settings
-  key = problem_key(settings)
-  if problem_key(candidate) != key:
-    raise options.UserError(f"the candidate changes the problem: {problem_key(candidate)}")
+  refuse_other_problem(settings, candidate, files=True)
+  key = shared(settings)
   recorded = runs.load(settings.recorded, key) if settings.recorded else None
   problem = runs.make_problem(
     settings,
@@ -114,7 +165,9 @@ def run(settings: options.Settings, argv: list[str]) -> int:
     print(f"recorded {settings.record}")
   answers = {"reference pair": gates.judge(reference, pair, noise)} if not settings.recorded else {}
   if settings.b_flags or settings.recorded:
-    answers["candidate"] = gates.judge(reference, judged, noise, lossy=settings.lossy)
+    answers["candidate"] = gates.judge(
+      reference, judged, noise, lossy=settings.lossy or candidate.lossy
+    )
   show.show(answers)
   if settings.json:
     out = {name: gates.to_json(found) for name, found in answers.items()}
@@ -140,7 +193,7 @@ def main(argv: list[str] | None = None) -> None:
     rules=refusals.RULES,
     description=__doc__ or "",
     argv=recipes.expand(line),
-    judge=lambda settings: settings.b_flags and candidate_settings(line, settings.b_flags),
+    judge=lambda settings: judge(settings, line),
   )
 
 

@@ -8,6 +8,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
 
 import dataclasses  # noqa: E402
 import json  # noqa: E402
+import re  # noqa: E402
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
@@ -143,19 +144,23 @@ def test_cosine_by_hand():
 
 def test_a_recorded_run_comes_back(tmp_path):
   path = str(tmp_path / "r.npz")
-  runs.save(path, "k", good_run(0))
-  back = runs.load(path, "k")
+  runs.save(path, {"seed": "1"}, good_run(0))
+  back = runs.load(path, {"seed": "1"})
   noise = gates.spread(good_run(0), good_run(1))
   again = gates.judge(good_run(0), back, noise)
   assert [g.value for g in again] == pytest.approx([0, 0, 0, 0, 1, 0], abs=1e-12)
-  with pytest.raises(options.UserError, match="other rows"):
-    runs.load(path, "other")
+  for other, word in (
+    ({"seed": "2"}, "other rows.*--seed is 1 in the reference, 2 in the candidate"),
+    ({"seed": "1", "new": "x"}, "--new is not recorded in the reference, x in the candidate"),
+  ):
+    with pytest.raises(options.UserError, match=word):
+      runs.load(path, other)
   with pytest.raises(options.UserError, match="--record"):
-    runs.load(str(tmp_path / "none.npz"), "k")
+    runs.load(str(tmp_path / "none.npz"), {})
   for content in (b"", b"{}", open(path, "rb").read()[:200]):
     (tmp_path / "bad.npz").write_bytes(content)
     with pytest.raises(options.UserError, match="is no recorded reference"):
-      runs.load(str(tmp_path / "bad.npz"), "k")
+      runs.load(str(tmp_path / "bad.npz"), {})
 
 
 SMALL = [
@@ -222,10 +227,63 @@ def test_a_token_lost_on_a_mesh_fails_the_counters(monkeypatch):
   assert not gone["N6"].passed and gone["N6"].value == tokens
 
 
-def test_nothing_to_judge_is_refused():
-  with pytest.raises(options.UserError, match="nothing to judge"):
-    main.run(main.candidate_settings(SMALL, ""), SMALL)
-  line = [*SMALL, "--b_flags=--row_tokens=64"]
-  with pytest.raises(options.UserError, match="changes the problem"):
-    main.run(main.candidate_settings(line, ""), line)
-  assert show.show  # the table is shown above
+@pytest.mark.parametrize(
+  "flags, word",
+  [
+    ([], "nothing to judge"),
+    (["--recorded=r.npz", "--b_flags=--remat_policy=none"], "leave --b_flags out"),
+    (["--lossy", "--record=r.npz"], "--lossy is about a candidate"),
+    (
+      ["--b_flags=--row_tokens=64"],
+      "the problem: --row_tokens is 32 in the reference, 64 in the candidate;",
+    ),
+    (["--b_flags=--trainable_parameters_mask=.*"], "--trainable_parameters_mask is .* in the ref"),
+    (["--record=r.npz", "--routing=file"], "--routing_file goes with"),
+    (["--record=r.npz", "--length_file=x"], "--length_file goes with"),
+    (["--record=r.npz", "--length_distribution=full"], "--mean_length=12 is not read"),
+  ],
+)
+@pytest.mark.parametrize("more", [[], ["--check"]])
+def test_flags_that_do_not_go_together_are_refused_before_the_start(flags, word, more, capsys):
+  with pytest.raises(SystemExit) as ended:
+    main.main([*SMALL, *flags, *more])
+  said = capsys.readouterr().err
+  assert ended.value.code == 2 and re.search(word, said) and said.count("\n") == 1
+
+
+def test_files_of_other_content_are_another_problem(tmp_path, monkeypatch):
+  monkeypatch.delenv("BUILD_WORKING_DIRECTORY", raising=False)
+  one, same, other = (tmp_path / name for name in ("a.json", "b.json", "c.json"))
+  for path, text in ((one, "[8]"), (same, "[8]"), (other, "[9]")):
+    path.write_text(text)
+  flags = lambda path: ["--length_distribution=file", f"--length_file={path}"]
+  settings = lambda path: main.candidate_settings([*SMALL[:-3], *flags(path)], "")
+  main.refuse_other_problem(settings(one), settings(same), files=True)
+  main.refuse_other_problem(settings(one), settings(other), files=False)
+  with pytest.raises(
+    options.OptionError, match="--length_file is .{12} in the reference, .{12} in"
+  ):
+    main.refuse_other_problem(settings(one), settings(other), files=True)
+  with pytest.raises(options.UserError, match="--length_file=.*none.json: No such file"):
+    main.shared(settings(tmp_path / "none.json"))
+
+
+@pytest.mark.parametrize("line_lossy", [False, True])
+@pytest.mark.parametrize("b_lossy", [False, True])
+def test_either_line_says_lossy(line_lossy, b_lossy, monkeypatch):
+  monkeypatch.delenv("BUILD_WORKING_DIRECTORY", raising=False)
+  monkeypatch.setattr(runs, "make_problem", lambda *a, **k: None)
+  monkeypatch.setattr(runs, "run", lambda *a, **k: good_run())
+  monkeypatch.setattr(show, "show", lambda answers: None)
+  asked = []
+  real = gates.judge
+
+  def spy(*given, **named):
+    asked.append(named.get("lossy", False))
+    return real(*given, **named)
+
+  monkeypatch.setattr(gates, "judge", spy)
+  extra = "--lossy" if b_lossy else "--remat_policy=none"
+  line = [*SMALL, f"--b_flags={extra}", *(["--lossy"] if line_lossy else [])]
+  assert main.run(main.candidate_settings(line, ""), line) == 0
+  assert asked == [False, line_lossy or b_lossy]  # the reference pair, the candidate

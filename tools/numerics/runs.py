@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import pathlib
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ from rl import config as rl_config
 from rl import mesh_step, optimizer, packing, placed, train_step
 from tools.bench import synthetic
 from tools.numerics import gates
+from tools.numerics.problem import differences
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,15 +239,18 @@ def run(
   return out
 
 
-def save(path: str, problem_key: str, steps: Sequence[gates.Step]) -> None:
+def save(path: str, shared: Mapping[str, str], steps: Sequence[gates.Step]) -> None:
   """Writes a run as a recorded reference (.npz).
 
   Args:
     path: File to write.
-    problem_key: What the problem was made from; a comparison must be of the same.
+    shared: What the problem was made from; a comparison must be of the same.
     steps: The run.
   """
-  arrays: dict[str, Any] = {"problem": np.array(problem_key), "steps": np.array(len(steps))}
+  arrays: dict[str, Any] = {
+    "problem": np.array(json.dumps(dict(shared))),
+    "steps": np.array(len(steps)),
+  }
   for number, step in enumerate(steps):
     arrays[f"{number}|scalars"] = np.array([step.loss, step.grad_norm])
     arrays[f"{number}|logprobs"] = step.logprobs
@@ -257,7 +262,7 @@ def save(path: str, problem_key: str, steps: Sequence[gates.Step]) -> None:
     np.savez_compressed(file, **arrays)
 
 
-def load(path: str, problem_key: str) -> list[gates.Step]:
+def load(path: str, shared: Mapping[str, str]) -> list[gates.Step]:
   """Reads a recorded reference.
 
   Raises:
@@ -268,13 +273,21 @@ def load(path: str, problem_key: str) -> list[gates.Step]:
   try:
     with np.load(path) as file:
       found = {name: file[name] for name in file}
-    recorded, count = str(found["problem"]), int(found["steps"])
-  except (KeyError, TypeError, ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error):
+    recorded, count = json.loads(str(found["problem"])), int(found["steps"])
+    changed = differences(recorded, shared)
+  except (
+    AttributeError,
+    KeyError,
+    TypeError,
+    ValueError,
+    EOFError,
+    OSError,
+    zipfile.BadZipFile,
+    zlib.error,
+  ):
     raise options.UserError(f"{path}: is no recorded reference; --record writes one") from None
-  if recorded != problem_key:
-    raise options.UserError(
-      f"{path} was recorded on other rows or another model ({recorded}), this is {problem_key}"
-    )
+  if changed:
+    raise options.UserError(f"{path} was recorded on other rows or another model: {changed}")
   out = []
   for number in range(count):
     pick = lambda kind, n=number: {
