@@ -21,6 +21,14 @@ def _memory(compiled) -> dict[str, int]:
   return {n.removesuffix(suffix): int(getattr(analysis, n)) for n in names}
 
 
+def _raised_in(error: BaseException) -> str:
+  """The module whose line raised it."""
+  place = error.__traceback__
+  while place is not None and place.tb_next is not None:
+    place = place.tb_next
+  return "" if place is None else str(place.tb_frame.f_globals.get("__name__", ""))
+
+
 def main(path: str) -> None:
   """Reads the request, writes one JSON line per stage to its status file."""
   request = json.loads(pathlib.Path(path).read_text())
@@ -56,7 +64,13 @@ def main(path: str) -> None:
       import traceback
 
       text = traceback.format_exc()
-      report("error", kind=type(error).__name__, message=str(error), traceback=text)
+      report(
+        "error",
+        kind=type(error).__name__,
+        module=_raised_in(error),
+        message=str(error),
+        traceback=text,
+      )
       sys.exit(3)
 
 

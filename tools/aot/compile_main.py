@@ -1,6 +1,6 @@
 """Compiles the trainer's own programs for a TPU that is not there, and reports on them.
 
-bazel run //tools:aot_compile -- --recipe=none --model_preset=27B --mesh=128x1x1 --topology=tpu7x:4x4x4 \
+./bazelw run //tools:aot_compile -- --recipe=none --model_preset=27B --mesh=128x1x1 --topology=tpu7x:4x4x4 \
   --micro_batch_rows=128 --row_tokens=8192
 
 Takes the trainer's flags.  The three programs of a step (first micro-batch, accumulate, update) are
@@ -15,8 +15,10 @@ import math
 import os
 import pathlib
 import re
+import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 from kernels.base import cli, mesh, options
@@ -24,6 +26,20 @@ from rl import recipes, refusals, trainer_options
 from tools.aot import trainer_programs
 
 _TOPOLOGY = re.compile(r"[a-z]\w*:[1-9]\d*(x[1-9]\d*){1,2}")
+_KINDS = ("tpu7x", "v6e", "v5p", "v5e", "v5", "v4", "v3", "v2")  # what libtpu calls them
+
+
+def topology_fault(text: str) -> str | None:
+  """What is wrong with a topology's text, or None."""
+  if not _TOPOLOGY.fullmatch(text):
+    return "want a kind and chips, such as tpu7x:4x4x8"
+  kind, chips = text.split(":")
+  if kind not in _KINDS:
+    return f"no TPU is called {kind}; want one of {', '.join(_KINDS)}, such as tpu7x:4x4x8"
+  # A host has 2x2x1 chips, and a slice whole hosts.
+  if kind == "tpu7x" and any(int(size) % 2 for size in chips.split("x")[:2]):
+    return "the first two numbers of chips are to be even, as a host has 2x2x1, such as tpu7x:4x4x8"
+  return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,9 +49,7 @@ class AotOptions:
   topology: str = options.option(
     "tpu7x:4x4x8",
     help="TPU topology, chips along the torus.",
-    check=lambda text: (
-      None if _TOPOLOGY.fullmatch(text) else "want a kind and chips, such as tpu7x:4x4x8"
-    ),
+    check=topology_fault,
   )
   programs: tuple[str, ...] = options.option(
     trainer_programs.PROGRAMS,
@@ -71,11 +85,14 @@ def judge(settings: options.Settings) -> None:
   """What the flags alone tell.
 
   Raises:
-    options.OptionError: There would be no executable to save, or the slice has another number of
-      devices than the mesh: the trainer would not start there.
+    options.OptionError: There would be no executable to save, the model has fewer groups than it
+      is cut to, or the slice has another number of devices than the mesh: the trainer would not
+      start there.
   """
   if settings.serialize and not settings.full:
     raise options.OptionError("--serialize needs --full: there is no executable before")
+  if settings.groups is not None and not settings.checkpoint:
+    trainer_programs.parts(settings, settings.groups)
   kind, chips = settings.topology.split(":")
   devices = 2 * math.prod(map(int, chips.split("x")))
   if kind == "tpu7x" and settings.mesh and mesh.MeshShape.parse(settings.mesh).devices != devices:
@@ -96,7 +113,9 @@ def run(settings: options.Settings) -> int:
   fits = True
   with tempfile.TemporaryDirectory() as scratch:
     out = pathlib.Path(settings.reports or scratch)
+    fresh = [place for place in (out, *out.parents) if not place.exists()]
     out.mkdir(parents=True, exist_ok=True)
+    forget(out, settings.programs)
     for program in settings.programs:
       request = compiler.Request(
         builder="tools.aot.trainer_programs:lower",
@@ -114,9 +133,14 @@ def run(settings: options.Settings) -> int:
       )
       try:
         result = compiler.compile_program(request)
+      except compiler.ArgumentError as error:
+        forget(out, [program])  # the compiler was not reached
+        remove_empty(fresh)
+        kind = options.OptionError if error.kind == "OptionError" else options.UserError
+        raise kind(f"{program}: {error}") from error
       except compiler.CompileError as error:
+        remove_empty((out / program / "dump", out / program, *fresh))
         kept = "" if settings.reports else "\n--reports=DIR keeps what the compiler wrote"
-        kept = "" if isinstance(error, compiler.ArgumentError) else kept
         raise options.UserError(f"{program}: {error}{kept}") from error
       made = narrow.of_result(result, grid, program)
       fits &= result.verdict.fits
@@ -131,6 +155,21 @@ def run(settings: options.Settings) -> int:
       seconds[program] = made.seconds
   print(step_line(seconds, settings.num_micro_batches or 1))
   return 0 if fits else 1
+
+
+def forget(out: pathlib.Path, programs: Sequence[str]) -> None:
+  """Removes what was written about these programs, so that nothing stale stands beside a failure."""
+  for program in programs:
+    shutil.rmtree(out / program, ignore_errors=True)
+    for suffix in (".json", ".png"):
+      (out / f"{program}{suffix}").unlink(missing_ok=True)
+
+
+def remove_empty(folders: Sequence[pathlib.Path]) -> None:
+  """Removes those of the folders, in their order, that hold nothing."""
+  for folder in folders:
+    if folder.is_dir() and not any(folder.iterdir()):
+      folder.rmdir()
 
 
 def step_line(seconds: dict[str, float], micro_batches: int) -> str:

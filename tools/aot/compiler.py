@@ -29,9 +29,13 @@ from tools.aot import memory
 _CHILD = pathlib.Path(__file__).with_name("child.py")
 _POLL_SECONDS = 0.1
 _REFUSALS = ("UserError", "OptionError")  # of kernels.base.options
+# Where a ValueError is the trainer's word on its arguments; one from elsewhere, such as JAX, is a
+# fault of the program.
+_TRAINER = ("kernels.", "model.", "rl.")
 _ENVIRONMENT = {
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
   "JAX_PLATFORMS": "cpu",
+  "JAX_TRACEBACK_FILTERING": "off",  # whose line raised an error is told by its last frame
   "TPU_SKIP_MDS_QUERY": "1",
   "TPU_WORKER_HOSTNAMES": "localhost",
 }
@@ -74,7 +78,15 @@ class ProgramError(CompileError):
 
 
 class ArgumentError(ProgramError):
-  """The builder refused its arguments; the text is its own."""
+  """The builder refused its arguments; the text is its own, in one line.
+
+  Attributes:
+    kind: Name of the error's class in the child.
+  """
+
+  def __init__(self, text: str, kind: str):
+    super().__init__(" ".join(text.split("\n")))
+    self.kind = kind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -278,8 +290,8 @@ def compile_program(request: Request) -> Result:
     )
   files = find_dump(dump)
   error = stages.get("error")
-  if error and error["kind"] in _REFUSALS:
-    raise ArgumentError(error["message"])
+  if error and _is_refusal(error):
+    raise ArgumentError(error["message"], error["kind"])
   if error and "RESOURCE_EXHAUSTED" not in error["message"]:
     lines = "\n  ".join(relevant_lines(error["traceback"], 12))
     raise ProgramError(f"{error['kind']} in {request.builder}:\n  {lines}")
@@ -314,6 +326,12 @@ def compile_program(request: Request) -> Result:
     peak_rss_bytes=rss,
     stages={name: values["seconds"] for name, values in stages.items()},
   )
+
+
+def _is_refusal(error: Mapping[str, Any]) -> bool:
+  """Whether the builder refused its arguments, rather than failed."""
+  trainers = error["kind"] == "ValueError" and error["module"].startswith(_TRAINER)
+  return error["kind"] in _REFUSALS or trainers
 
 
 def _wait(

@@ -137,6 +137,19 @@ def test_a_mistake_in_the_program_is_named(tmp_path):
     compile_program(tmp_path, "tools.aot.faults:mistake")
 
 
+def test_a_value_that_the_trainer_refuses_is_told_in_one_line(tmp_path):
+  with pytest.raises(compiler.ArgumentError) as caught:
+    compile_program(tmp_path, "tools.aot.faults:wrong_mesh")
+  assert str(caught.value) == "mesh '2x2': want fsdp x expert x context, such as 32x2x4"
+  assert "\n" not in str(compiler.ArgumentError("a\nb", "ValueError"))
+
+
+def test_what_jax_finds_in_the_trainers_code_is_no_refusal(tmp_path):
+  with pytest.raises(compiler.ProgramError, match="ValueError in .*wrong_shape") as caught:
+    compile_program(tmp_path, "tools.aot.faults:wrong_shape")
+  assert not isinstance(caught.value, compiler.ArgumentError)
+
+
 def test_a_program_that_the_compiler_refuses_is_an_error(tmp_path):
   with pytest.raises(compiler.ProgramError, match="faults:refused"):
     compile_program(tmp_path, "tools.aot.faults:refused")

@@ -1,6 +1,6 @@
 """Compares two compiled TPU programs: memory, collectives, loops, estimate by component.
 
-bazel run //tools:aot_diff -- A B --mesh=32x2x4
+./bazelw run //tools:aot_diff -- A B --mesh=32x2x4
 
 A and B are reports (JSON, as //tools:aot_report and //tools:aot_compile write them) or scheduled
 HLO text.
@@ -28,6 +28,16 @@ class DiffOptions:
   everything: bool = options.option(False, help="Show what did not change too.")
 
 
+def judge(settings: options.Settings) -> None:
+  """What the command line alone tells.
+
+  Raises:
+    options.OptionError: The mesh is none, or neither of the two reads it.
+  """
+  files.grid_of(settings.mesh, settings.mesh_axes)
+  files.refuse_unread(settings, ("mesh", "mesh_axes"))
+
+
 def run(settings: options.Settings) -> int:
   """Reads both and prints what differs."""
   from tools.aot import diff
@@ -46,4 +56,5 @@ if __name__ == "__main__":
     rules=report_main.RULES,
     positionals=("A", "B"),
     description=__doc__,
+    judge=judge,
   )

@@ -38,6 +38,22 @@ def mistake() -> None:
   raise ValueError("planted: axis of 7 does not divide")
 
 
+def wrong_mesh() -> None:
+  """A value that the trainer's own code refuses without saying that it is the user's."""
+  from kernels.base import mesh
+
+  mesh.MeshShape.parse("2x2")
+
+
+def wrong_shape() -> None:
+  """A mistake in the trainer's code that JAX finds."""
+  import jax.numpy as jnp
+
+  model = {"__name__": "model.planted", "jnp": jnp}
+  exec("def wide():\n  return jnp.broadcast_to(jnp.zeros(3), (4,))", model)
+  model["wide"]()
+
+
 def refused():
   """A program that the TPU compiler refuses: a block that no tiling of Mosaic's serves."""
   import jax

@@ -51,17 +51,44 @@ def test_diff_of_a_report_and_a_text(tmp_path, capsys):
   "axes, mesh, word",
   [
     (("fsdp",), None, "name:size"),
-    (("fsdp:0",), None, "name:size"),
+    (("fsdp:0",), None, "--mesh_axes=fsdp:0: want name:size"),
+    ((":2",), None, "name:size"),
+    (("data:4", "data:2"), None, "--mesh_axes=data:4,data:2: data is named twice"),
     (("fsdp:3", "expert:1"), None, "does not fill chips"),
-    ((), "32x2", "fsdp x expert x context"),
+    ((), "32x2", "--mesh=32x2: .*fsdp x expert x context"),
   ],
 )
 def test_meshes_that_cannot_be_are_refused(axes, mesh, word):
-  with pytest.raises(options.UserError, match=word):
-    files.grid_of(mesh, axes)
+  for component, main in (
+    (report_main.ReportOptions, report_main),
+    (diff_main.DiffOptions, diff_main),
+  ):
+    given = settings(component, ["a.txt", "b.txt"], mesh=mesh, mesh_axes=axes)
+    with pytest.raises(options.OptionError, match=word):
+      main.judge(given)
+
+
+@pytest.mark.parametrize(
+  "values, word",
+  [
+    ({"mesh": "32x2x4"}, "--mesh: .*a report .*json. has its own"),
+    ({"mesh_axes": ("a:2",)}, "--mesh_axes: .*a report .*json. has its own"),
+    ({"name": "x"}, "--name: .*a report .*json. has its own"),
+  ],
+)
+def test_what_a_report_has_in_it_is_refused(values, word):
+  with pytest.raises(options.OptionError, match=word):
+    report_main.judge(settings(report_main.ReportOptions, ["r.json"], **values))
+  report_main.judge(settings(report_main.ReportOptions, ["r.txt"], **values))
+  if "name" not in values:
+    with pytest.raises(options.OptionError, match=word):
+      diff_main.judge(settings(diff_main.DiffOptions, ["a.json", "b.json"], **values))
+    diff_main.judge(settings(diff_main.DiffOptions, ["a.json", "b.txt"], **values))
 
 
 def test_files_that_are_none_are_refused(tmp_path):
+  with pytest.raises(options.UserError, match="is a directory; give HLO text"):
+    files.load(str(tmp_path))
   with pytest.raises(options.UserError, match="no such file"):
     files.load(str(tmp_path / "nothing.txt"))
   (tmp_path / "words.txt").write_text("words\n")

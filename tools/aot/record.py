@@ -1,6 +1,6 @@
 """Makes tools/aot/testdata again: what the TPU compiler wrote for two small programs.
 
-bazel run //tools/aot:record
+./bazelw run //tools/aot:record
 
 Source tables, kernel bodies and most of the backend's configuration are left out: nothing reads
 them, and they name files of the machine that recorded them.

@@ -1,6 +1,6 @@
 """Reports on a compiled TPU program from its scheduled HLO text, whoever compiled it.
 
-bazel run //tools:aot_report -- DUMP/module_0000.jit_step.cl_1.after_optimizations.txt \
+./bazelw run //tools:aot_report -- DUMP/module_0000.jit_step.cl_1.after_optimizations.txt \
   --mesh=32x2x4 --json=report.json --plot=report.png
 """
 
@@ -42,6 +42,16 @@ RULES = (
 )
 
 
+def judge(settings: options.Settings) -> None:
+  """What the command line alone tells.
+
+  Raises:
+    options.OptionError: The mesh is none, or an option is given that a report's JSON has in it.
+  """
+  files.grid_of(settings.mesh, settings.mesh_axes)
+  files.refuse_unread(settings, ("mesh", "mesh_axes", "name"))
+
+
 def run(settings: options.Settings) -> int:
   """Reads, prints and writes."""
   from tools.aot import show
@@ -58,4 +68,11 @@ def run(settings: options.Settings) -> int:
 
 
 if __name__ == "__main__":
-  cli.main(run, components=[ReportOptions], rules=RULES, positionals=("FILE",), description=__doc__)
+  cli.main(
+    run,
+    components=[ReportOptions],
+    rules=RULES,
+    positionals=("FILE",),
+    description=__doc__ or "",
+    judge=judge,
+  )

@@ -126,9 +126,14 @@ def settings_of(values: Mapping[str, Any]):
 
 
 def parts(settings, groups: int | None):
-  """Model, model options, loss, batch and optimizer options of the trainer's settings."""
+  """Model, model options, loss, batch and optimizer options of the trainer's settings.
+
+  Raises:
+    kernels.base.options.OptionError: The model has fewer groups than asked for.
+  """
   import dataclasses
 
+  from kernels.base.options import OptionError
   from model import config as model_config
   from rl import config as rl_config
 
@@ -139,7 +144,9 @@ def parts(settings, groups: int | None):
   if groups is not None:
     layers = groups * model.full_attention_interval
     if layers > model.num_hidden_layers:
-      raise ValueError(f"--groups={groups}: the model has {model.num_groups}; give at most as many")
+      raise OptionError(
+        f"--groups={groups}: the model has {model.num_groups}; give at most as many"
+      )
     model = dataclasses.replace(model, num_hidden_layers=layers)
   return (
     model,

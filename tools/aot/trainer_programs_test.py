@@ -1,6 +1,7 @@
 """The trainer's own programs: what is compiled follows its flags, and one of them for real."""
 
 import json
+import pathlib
 
 import pytest
 
@@ -27,7 +28,9 @@ def test_options_reach_the_program():
 
 def test_more_groups_than_the_model_has_are_refused():
   settings = options.Settings(compile_main.COMPONENTS, {"model_preset": "tiny"})
-  with pytest.raises(ValueError, match="--groups=9: the model has 1; give at most as many"):
+  with pytest.raises(
+    options.OptionError, match="--groups=9: the model has 1; give at most as many"
+  ):
     trainer_programs.parts(settings, 9)
 
 
@@ -36,6 +39,7 @@ def test_more_groups_than_the_model_has_are_refused():
   [
     ({"serialize": True}, "needs --full"),
     ({"mesh": "4x1x1", "topology": "tpu7x:2x2x1"}, "has 8 devices"),
+    ({"model_preset": "tiny", "groups": 9}, "--groups=9: the model has 1"),
   ],
 )
 def test_flags_that_contradict_each_other_are_refused(values, words):
@@ -44,7 +48,8 @@ def test_flags_that_contradict_each_other_are_refused(values, words):
   compile_main.judge(
     options.Settings(compile_main.COMPONENTS, {"mesh": "8x1x1", "topology": "tpu7x:2x2x1"})
   )
-  for given in ("--topology=tpu7x", "--topology=tpu7x:4x0x4", "--programs="):
+  wrong = ("tpu7x", "tpu7x:4x0x4", "tpu9:2x2x1", "tpu7x:3x2x1", "tpu7x:1x1x1")
+  for given in (*(f"--topology={text}" for text in wrong), "--programs="):
     with pytest.raises(options.OptionError, match=given.split("=")[0]):
       cli.parse(["t", given], compile_main.COMPONENTS)
 
@@ -61,6 +66,47 @@ def test_a_step_is_priced_from_its_programs():
   seconds = {"first_micro_batch": 2.0, "accumulate": 3.0, "update": 0.5}
   assert "9 micro-batches: 26.500 s" in compile_main.step_line(seconds, 9)
   assert "all its programs" in compile_main.step_line({"update": 1.0}, 9)
+
+
+def test_every_topology_that_libtpu_has_is_accepted():
+  for text in ("tpu7x:2x2", "tpu7x:4x4x8", "v6e:2x2", "v5e:4x4", "v5p:2x2x1", "v4:2x2x1"):
+    assert compile_main.topology_fault(text) is None
+
+
+@pytest.mark.parametrize(
+  "kind, raised, left",
+  [
+    ("UserError", options.UserError, []),
+    ("OptionError", options.OptionError, []),
+    (None, options.UserError, ["OUT", "first_micro_batch", "output.log"]),
+  ],
+)
+def test_a_failure_leaves_nothing_stale_and_no_empty_folder(
+  tmp_path, monkeypatch, kind, raised, left
+):
+  monkeypatch.delenv("BUILD_WORKING_DIRECTORY", raising=False)
+
+  def fails(asked):
+    folder = pathlib.Path(asked.directory)
+    (folder / "dump").mkdir(parents=True)
+    (folder / "output.log").write_text("")
+    raise compiler.ArgumentError("planted", kind) if kind else compiler.ProgramError("planted")
+
+  monkeypatch.setattr(compiler, "compile_program", fails)
+  out = tmp_path / "OUT"
+  values = {"mesh": "8x1x1", "topology": "tpu7x:2x2x1", "reports": str(out)}
+  settings = options.Settings(compile_main.COMPONENTS, values)
+  find = lambda: sorted({part.name for part in tmp_path.rglob("*")})
+  with pytest.raises(raised, match="first_micro_batch: planted$") as caught:
+    compile_main.run(settings)
+  assert type(caught.value) is raised and find() == left
+  # A previous run left its figures, and the user a note.
+  out.mkdir(exist_ok=True)
+  for name in ("first_micro_batch.json", "first_micro_batch.png", "update.json", "note"):
+    (out / name).write_text("{}")
+  with pytest.raises(raised):
+    compile_main.run(settings)
+  assert find() == sorted({"OUT", "note", *left})
 
 
 def request(tmp_path, **changes):
