@@ -388,3 +388,22 @@ def test_stale_trajectories_need_a_correction_when_old_logprobs_are_the_current_
     assert source(stale, 4, force_on_policy_ratio=forced) in ("none", "recompute")
   recorded = _trajectories(2, policy_version=3)
   assert source(recorded, 4, force_on_policy_ratio=False, **bare) == "batch"
+
+
+def test_the_heads_kernels_are_in_a_step_for_a_tpu():
+  config = dataclasses.replace(PLAIN, hidden_size=128)
+  (batch,), _ = _batches(_trajectories(), rows=9, packed=False)
+
+  def text(implementation):
+    model = dataclasses.replace(MODEL, kernel_implementation=implementation)
+
+    def loss(params, batch):
+      scores = train_step.score(config, model, params, batch, temperature=1.0, token_chunk=512)
+      return jnp.sum(scores.logprobs) + jnp.sum(scores.entropies)
+
+    traced = jax.jit(jax.grad(loss)).trace(api.abstract_params(config, model), batch)
+    return traced.lower(lowering_platforms=("tpu",)).as_text()
+
+  found = text("auto")
+  assert "logprob_head_forward" in found and "logprob_head_backward" in found
+  assert "logprob_head" not in text("reference")

@@ -12,7 +12,13 @@ _OPTIONS = {"xla_tpu_scoped_vmem_limit_kib": "65472"}
 
 
 def kernel(
-  *, which: str, tokens: int, vocab: int, width: int, tile: dict[str, int] | None = None
+  *,
+  which: str,
+  tokens: int,
+  vocab: int,
+  width: int,
+  low: str = "",
+  tile: dict[str, int] | None = None,
 ) -> Any:
   """The kernel of a pass; of the backward pass for one block, which is the whole of `vocab`.
 
@@ -21,6 +27,7 @@ def kernel(
     tokens: N.
     vocab: V.
     width: D.
+    low: Type of the low part of dz; empty for that of a bfloat16 table.
     tile: Tile sizes in place of the table's.
   """
   import jax.numpy as jnp
@@ -57,7 +64,7 @@ def kernel(
     )
 
   per_token = [((rows, 1, tiles.tokens), int32), ((rows, 5, tiles.tokens), float32)]
-  coarse = ((tokens, width), pallas_backward.LOW_PART)
+  coarse = ((tokens, width), low or pallas_backward.LOW_PART)
   return lower(block, ((2,), int32), *per_token, table, table, hidden, coarse), _OPTIONS
 
 
