@@ -39,3 +39,10 @@ def test_reading_the_tensor_and_cutting_it_would_show(tmp_path, monkeypatch):
 def test_parts_that_do_not_divide(tmp_path):
   with pytest.raises(options.UserError, match="--experts=64 is not a multiple of 48"):
     main.measure(main.BenchOptions(experts=64, parts=48), tmp_path)
+
+
+@pytest.mark.parametrize("sizes", [{"experts": 512 * 10**9}, {"hidden_size": 10**18}])
+def test_a_tensor_that_no_file_holds_is_told(tmp_path, sizes):
+  name, size = next(iter(sizes.items()))
+  with pytest.raises(options.UserError, match=f"--{name}={size}.*does not fit here.*smaller sizes"):
+    main.measure(main.BenchOptions(**sizes, parts=8), tmp_path)

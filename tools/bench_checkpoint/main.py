@@ -1,6 +1,6 @@
 """Reads one shard of a huge fused expert tensor and says what that took.
 
-bazel run //tools:bench_checkpoint -- --parts=256
+./bazelw run //tools:bench_checkpoint -- --parts=256
 
 Makes a sparse file with the shape of the 397B model's fused expert tensor, [512, 2048, 4096]
 bfloat16 (8.6 GB, no disk space), writes known values where the shard lies, and reads that shard as a
@@ -11,6 +11,7 @@ few hundred bytes.  Prints bytes read, time, and by how much the process's peak 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import gc
 import json
@@ -19,6 +20,7 @@ import os
 import pathlib
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -110,6 +112,24 @@ def _forget_peak() -> None:
   pathlib.Path("/proc/self/clear_refs").write_text("5")
 
 
+@contextlib.contextmanager
+def _room(chosen: BenchOptions) -> Iterator[None]:
+  """Tells of sizes that no file, disk or memory here holds.
+
+  Raises:
+    options.UserError: With the tensor's size and what stood in the way.
+  """
+  try:
+    yield
+  except (OverflowError, MemoryError, OSError) as error:
+    size = chosen.experts * 2 * chosen.inner * chosen.hidden_size * _DTYPE.itemsize
+    why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    raise options.UserError(
+      f"--experts={chosen.experts} --inner={chosen.inner} --hidden_size={chosen.hidden_size}: a tensor"
+      f" of {size / 1e9:,.0f} GB in {chosen.parts} parts does not fit here ({why}); give smaller sizes"
+    ) from error
+
+
 def measure(chosen: BenchOptions, folder: pathlib.Path) -> list[dict[str, Any]]:
   """Reads one shard under each cut.
 
@@ -118,7 +138,7 @@ def measure(chosen: BenchOptions, folder: pathlib.Path) -> list[dict[str, Any]]:
     folder: Where the sparse file goes.
 
   Raises:
-    options.UserError: The parts do not divide the tensor.
+    options.UserError: The parts do not divide the tensor, or it does not fit here.
     AssertionError: A value that was read is not the one that was written.
   """
   width = chosen.parts // chosen.expert_parts
@@ -131,7 +151,8 @@ def measure(chosen: BenchOptions, folder: pathlib.Path) -> list[dict[str, Any]]:
     if size % by:
       raise options.UserError(f"--{name}={size} is not a multiple of {by}")
   config = model_of(chosen)
-  make_checkpoint(folder, config)
+  with _room(chosen):
+    make_checkpoint(folder, config)
   found = []
   with (
     directory.Checkpoint(folder) as checkpoint,
@@ -149,7 +170,8 @@ def measure(chosen: BenchOptions, folder: pathlib.Path) -> list[dict[str, Any]]:
       # The last part: the furthest into the file.
       experts = slice(chosen.experts - count, chosen.experts)
       hidden = slice(chosen.hidden_size - columns, chosen.hidden_size)
-      want = plant(checkpoint, name, (experts, slice(0, 2 * chosen.inner), hidden))
+      with _room(chosen):
+        want = plant(checkpoint, name, (experts, slice(0, 2 * chosen.inner), hidden))
       _forget_peak()
       read, before, started = checkpoint.bytes_read, _memory("VmRSS"), time.monotonic()
       got = source.read((slice(0, 1), experts, hidden, slice(0, 2 * chosen.inner)))

@@ -1,6 +1,6 @@
 """Profiles Pallas kernels without a TPU: static cycles against the floor of their shapes.
 
-bazel run //tools:kernel_report -- --cases=megablox --json=kernels.json --plot=kernels.png
+./bazelw run //tools:kernel_report -- --cases=megablox --json=kernels.json --plot=kernels.png
 
 Each kernel is compiled in a process of its own.  Cycles are the compiler's static schedule with
 every grid step simulated; HBM bandwidth is not in them, so a kernel takes at least

@@ -3,9 +3,8 @@
 A row is checked by lowering the micro-batch (or the update) of a small sparse model over 2x2x2
 devices with the key off and on, and probing the two texts.  A key that does nothing fails its row.
 
-Classes: B values and gradients bit-identical, S another order of float32 sums, P placement or timing
-alone (bit-identical), R bfloat16 rounding, L lossy.  A row's values are held to its class by
-`parity`, or by the test that `held_by` names.
+`CLASSES` are what keys promise.  A row's values are held to its class by `parity`, or by the test
+that `held_by` names.
 """
 
 from __future__ import annotations
@@ -53,6 +52,14 @@ NO_CP = {**RING, "custom_mesh_and_rule": "cp-as-ep-dense-no-cp"}
 
 PARITY = "//tools/keys:parity_test"
 
+CLASSES = {
+  "B": "values and gradients are bit-identical",
+  "S": "float32 sums are taken in another order",
+  "P": "placement or timing alone changes; values are bit-identical",
+  "R": "values are rounded to bfloat16 elsewhere; in float32 as S",
+  "L": "lossy: values are meant to differ, as with float8 operands",
+}
+
 # What a class allows between a step and the step without the key, in float32: relative L2 of every
 # gradient (five times as much for A_log and dt_bias, heavily cancelling sums); 0 for every bit equal.
 # 0.14 is what a cosine of 0.99 leaves, the gate of tools/numerics for what is lossy.
@@ -99,7 +106,7 @@ class Key:
     name: The key.
     value: On.
     base: What else is set, in both programs.
-    promise: B, S, R, P or L.
+    promise: Its class, of `CLASSES`.
     evidence: What the program shows, in words.
     probe: Reads it from the text.
     holds: Takes the probe's values with the key off and on.

@@ -1,6 +1,6 @@
 """Prints the mesh's keys: class, refusals, what each changes in the lowered program, and its parity.
 
-bazel run //tools:keys_report -- --keys=use_ragged_sort,query_proj
+./bazelw run //tools:keys_report -- --keys=use_ragged_sort,query_proj
 """
 
 from __future__ import annotations
@@ -15,12 +15,38 @@ from tools.keys import table
 _NAMES = tuple(sorted({key.name for key in table.KEYS}))
 
 
+def names_fault(names: tuple[str, ...]) -> str | None:
+  """What is wrong with the names of options, the nearest to each named; None if nothing is."""
+  wrong = [name for name in names if name not in _NAMES]
+  if not wrong:
+    return None
+  found = "; ".join(f"{n} is none, the nearest is {options.nearest(n, _NAMES)}" for n in wrong)
+  return f"want options of the mesh: {found} (--help lists all)"
+
+
+def legend() -> list[str]:
+  """A line for each class: what it promises, and what its rows are held to."""
+  return [
+    f"class {letter}: {what} ({allowance(letter)})" for letter, what in key_lib.CLASSES.items()
+  ]
+
+
+def allowance(letter: str) -> str:
+  """What a class allows between a step and the step without the key, in words."""
+  limit = key_lib.LIMITS[letter]
+  return f"relative L2 at most {limit:g}" if limit else "every bit equal"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeysOptions:
   """What is shown."""
 
   keys: tuple[str, ...] = options.option(
-    (), help="Options of the mesh to show; empty for all, which takes minutes.", choices=_NAMES
+    (),
+    help="Options of the mesh to show, of "
+    + ", ".join(_NAMES)
+    + "; empty for all, which takes minutes.",
+    check=names_fault,
   )
 
 
@@ -43,8 +69,7 @@ def run(settings: options.Settings) -> int:
     print(f"{key.title}\n  {declared[key.name].help}")
     print(f"  refused by: {', '.join(key.refusals()) or 'nothing'}")
     print(f"  {key.evidence}: {off} -> {on}: {'yes' if holds else 'NO'}", flush=True)
-    limit = key_lib.LIMITS[key.promise]
-    allowed = f"relative L2 at most {limit:.0e}" if limit else "every bit equal"
+    allowed = allowance(key.promise)
     if key.held_by != key_lib.PARITY:
       print(f"  class {key.promise}, {allowed}: held by {key.held_by}")
       continue
@@ -57,4 +82,4 @@ def run(settings: options.Settings) -> int:
 
 
 if __name__ == "__main__":
-  cli.main(run, components=[KeysOptions], description=__doc__)
+  cli.main(run, components=[KeysOptions], description="\n".join([__doc__ or "", *legend()]))

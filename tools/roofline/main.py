@@ -1,6 +1,6 @@
 """Prices one training step of any preset on any mesh: table, JSON, bar chart.
 
-bazel run //tools:roofline -- --model_preset=397B-A17B --mesh=32x2x4 --rows=64 \
+./bazelw run //tools:roofline -- --model_preset=397B-A17B --mesh=32x2x4 --rows=64 \
   --row_tokens=65536 --micro_batches=9 --effective_length=32768 --expert_dtype=fp8
 """
 

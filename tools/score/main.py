@@ -1,6 +1,6 @@
 """Scores lines of tokens with a checkpoint: log-probs, entropies, hidden states, logits.
 
-bazel run //tools:score -- --checkpoint=DIR --input=FILE.jsonl --output=FILE.jsonl --dtype=float32
+./bazelw run //tools:score -- --checkpoint=DIR --input=FILE.jsonl --output=FILE.jsonl --dtype=float32
 
 A line is {"tokens": [ids]} or {"text": "..."}, with whatever else is to come through unchanged.  It
 is written back with "logprobs" and "entropy", float32 in nats, one for each token: the token's
