@@ -128,7 +128,10 @@ class LossOptions:
     0.0, help="Weight of the policy's entropy per token, subtracted from the loss.", minimum=0.0
   )
   logps_chunk_size: int = option(
-    512, help="Tokens per chunk of the log-prob head; bounds its memory.", minimum=1
+    512,
+    help="Tokens per chunk of the log-prob head; bounds its memory. Its kernels read the table once a "
+    "chunk, of at most 1,024 tokens.",
+    minimum=1,
   )
 
   @property
