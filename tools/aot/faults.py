@@ -47,11 +47,12 @@ def wrong_mesh() -> None:
 
 def wrong_shape() -> None:
   """A mistake in the trainer's code that JAX finds."""
+  import jax
   import jax.numpy as jnp
 
-  model = {"__name__": "model.planted", "jnp": jnp}
-  exec("def wide():\n  return jnp.broadcast_to(jnp.zeros(3), (4,))", model)
-  model["wide"]()
+  model = {"__name__": "model.planted", "jax": jax, "jnp": jnp}
+  exec("def add():\n  return jax.vmap(jnp.add)(jnp.zeros(3), jnp.zeros(4))", model)
+  model["add"]()
 
 
 def refused():
