@@ -26,10 +26,16 @@ from kernels.gmm import tiles as tiles_lib
 from kernels.gmm import visits as visits_lib
 
 _VMEM_LIMIT = 65472 << 10
-# Rows of the waiting tile that are finished at a time.  A piece turns its rows' weights on to sublanes,
-# and the next waits for that unit: so the compiler spreads the pieces over the products.  Half as many
-# rows take longer than the products, twice as many or none apart are bunched at the end.
-_PIECE = 32
+
+
+def _piece(tile, itemsize):
+  """Rows of the waiting tile that are finished at a time.
+
+  A piece turns its rows' weights on to sublanes, and the next waits for that unit: so the compiler
+  spreads the pieces over the products.  Too many take longer than the products, too few are bunched at
+  the end.
+  """
+  return 32 if itemsize > 1 and tile.k * tile.n >= 4 << 20 else 128
 
 
 def _kernel(
@@ -78,11 +84,15 @@ def _kernel(
 
   def finish(rows, strip, keep):
     """Stores the results of a piece of the waiting tile; returns its part of d_weight."""
-    sums = stage_ref[rows, strip]
-    if scaled:
+    weight, sums = None, stage_ref[rows, strip]
+    if scaled and weighted:
+      scale, weight = epilogues.two_columns(row_scale_ref[0, :, rows], weight_ref[0, :, rows])
+      sums = sums * scale
+    elif scaled:
       sums = sums * epilogues.column(row_scale_ref[0, :, rows])
+    elif weighted:
+      weight = epilogues.column(weight_ref[0, :, rows])
     late = slice(width + strip.start, width + strip.stop)
-    weight = epilogues.column(weight_ref[0, :, rows]) if weighted else None
     *results, part = epilogues.dswiglu(
       sums, gate_up_ref[rows, strip], gate_up_ref[rows, late], weight
     )
@@ -99,7 +109,7 @@ def _kernel(
   def _():
     same = lambda value: value
     everything, parts = slice(0, tile.rows), []
-    height = min(_PIECE, tile.rows)
+    height = min(_piece(tile, lhs_ref.dtype.itemsize), tile.rows)
     for strip in strips:
       pieces = (slice(r, min(r + height, tile.rows)) for r in range(0, tile.rows, height))
       done = [finish(piece, strip, same) for piece in pieces]

@@ -163,6 +163,20 @@ def test_fp8_on_the_same_quantised_operands():
   right = jnp.swapaxes(_wide(wq) * ws[..., None], 1, 2)
   _close(out, reference.gmm(_wide(gq) * gs[:, None], right, sizes), jnp.bfloat16)
 
+  gate_up, weights = (
+    _matrices((_ROWS, 2 * _K), jnp.bfloat16, 3),
+    _matrices((_ROWS,), jnp.float32, 4),
+  )
+  tile = dataclasses.replace(_TILE, k=512)
+  out, d_weights = row_kernel.grouped(
+    gq, wq, sizes, tile=tile, transpose_rhs=True, epilogue="dswiglu", lhs_scale=gs, rhs_scale=ws,
+    gate_up=gate_up, weights=weights, out_dtype=jnp.bfloat16, interpret=True,
+  )  # fmt: skip
+  a = reference.gmm(_wide(gq) * gs[:, None], right, sizes)
+  h, pull = jax.vjp(lambda gu: jax.nn.silu(gu[:, :_K]) * gu[:, _K:], _wide(gate_up))
+  _close(out, pull(weights[:, None] * a)[0], jnp.bfloat16)
+  _close(d_weights, jnp.sum(a * h, axis=1), jnp.bfloat16)
+
   xq, xs = _quantised(x, 0, e4m3)
   gq, gs = _quantised(grad, 0, e5m2)
   out = weight_kernel.transposed(
