@@ -11,6 +11,7 @@ from kernels.base.options import Settings, declared
 from kernels.base.refusals import Rule
 from kernels.gmm import options as gmm_options
 from model import config as model_config
+from rl import known_model
 
 _ATTENTION = tuple(o.name for o in declared(attention_options.AttentionOptions))
 _BLOCKS = tuple(name for name in _ATTENTION if "block" in name)
@@ -46,24 +47,12 @@ def _few_scores(settings: Settings) -> bool:
 
 
 def _fused_tiles_misfit(settings: Settings) -> bool:
-  model = _preset(settings)
+  model = known_model.of(settings)
   if model is None or not model.is_moe:
     return False
   return bool(
     gmm_options.misfits(settings.of(model_config.ModelOptions), model.moe_intermediate_size)
   )
-
-
-def _preset(settings: Settings) -> model_config.ModelConfig | None:
-  """The model, where the command line alone says which; a checkpoint is checked when it is read."""
-  if settings.checkpoint or settings.model_preset not in model_config.PRESETS:
-    return None
-  return model_config.preset(settings.model_preset)
-
-
-def _dense(settings: Settings) -> bool:
-  model = _preset(settings)
-  return model is not None and not model.is_moe
 
 
 KERNEL_RULES = (
@@ -109,7 +98,7 @@ KERNEL_RULES = (
   Rule(
     name="grouped-products-need-experts",
     keys=(*_GMM, "model_preset", "checkpoint"),
-    broken=lambda s: bool(_changed(s, _GMM)) and _dense(s),
+    broken=lambda s: bool(_changed(s, _GMM)) and known_model.dense(s),
     reason="a dense model has no experts, so no grouped products; leave these keys out or take a "
     "preset with experts",
     accepted={"model_preset": "tiny_moe", "prefuse_moe_weights": True},

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import json
 import os
 import pathlib
 import resource
@@ -98,6 +99,7 @@ class Loop:
     self._pending: collections.deque[list[trajectory.Trajectory]] = collections.deque()
     self._saved: tuple[int, int] | None = None
     self._told_staleness = False
+    self._told_dropped = False
     self._told_nothing_valid = False
     self._skipped = 0  # Updates skipped in a row.
     self._updated = False  # Whether this process has made an update.
@@ -170,7 +172,8 @@ class Loop:
     differ += [k for k in now if k not in _FREE and k not in saved]
     if not differ:
       return
-    texts = "; ".join(f"--{k} was {saved.get(k)!r}, now {now[k]!r}" for k in differ)
+    show = lambda value: "unset" if value is None else json.dumps(value).strip('"')
+    texts = "; ".join(f"--{k} was {show(saved.get(k))}, now {show(now[k])}" for k in differ)
     if self._settings.allow_config_change:
       self._say(f"resuming with other options: {texts}")
       return
@@ -238,6 +241,17 @@ class Loop:
       say("note: loss or gradients are not finite; the update was skipped, the weights kept")
     if self._skipped == _MOST_SKIPPED:
       raise self._not_finite()
+
+  def _tell_dropped(self, metrics: dict[str, float], say: Callable[[str], None]) -> None:
+    """Says once that a bounded buffer of the ring of experts left work out."""
+    dropped = metrics.get("moe_dropped_pairs", 0.0)
+    if dropped and not (self._told_dropped or self._settings.retry_when_tokens_dropped):
+      self._told_dropped = True
+      say(
+        f"warning: {dropped:.0f} pairs of token and expert found no room in step {self._step} and were "
+        "left out; add --retry_when_tokens_dropped or raise --ragged_buffer_factor "
+        "(moe_dropped_pairs in metrics.jsonl counts them)"
+      )
 
   def _tell_nothing_valid(self, metrics: dict[str, float], say: Callable[[str], None]) -> None:
     """Says once why a step whose every token is masked trains nothing."""
@@ -359,6 +373,7 @@ class Loop:
       log.write(self._step, metrics)
       self._count_skipped(metrics, progress.say)
       self._tell_nothing_valid(metrics, progress.say)
+      self._tell_dropped(metrics, progress.say)
       if settings.checkpoint_every and self._step % settings.checkpoint_every == 0:
         self._save()
     progress.close()

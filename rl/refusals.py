@@ -7,8 +7,9 @@ one.  A rule's two examples are its test.
 from __future__ import annotations
 
 from kernels.base.refusals import Rule
-from model import config as model_config
+from rl import known_model
 from rl.kernel_refusals import KERNEL_RULES
+from rl.mesh_refusals import MESH_RULES
 from rl.sharded_refusals import SHARDED_RULES
 
 LOSS_RULES = (
@@ -182,10 +183,7 @@ MODEL_RULES = (
   Rule(
     name="gate-logits-need-experts",
     keys=("float32_gate_logits", "dtype", "model_preset", "checkpoint"),
-    broken=lambda s: (
-      s.float32_gate_logits
-      and (s.dtype == "float32" or (s.checkpoint is None and _dense(s.model_preset)))
-    ),
+    broken=lambda s: s.float32_gate_logits and (s.dtype == "float32" or known_model.dense(s)),
     reason="a dense model has no router, and in float32 its logits are float32 anyway; leave "
     "--float32_gate_logits out",
     accepted={"float32_gate_logits": True, "model_preset": "tiny_moe", "dtype": "bfloat16"},
@@ -203,11 +201,6 @@ MODEL_RULES = (
 
 
 _FILE_TASKS = ("json_lines", "command", "math_verify")
-
-
-def _dense(preset: str) -> bool:
-  known = model_config.PRESETS.get(preset)  # An unknown name is refused where it is read.
-  return known is not None and not known.is_moe
 
 
 OPTIMIZER_RULES = (
@@ -330,7 +323,7 @@ RUN_RULES = (
   Rule(
     name="replay-needs-experts",
     keys=("router_replay", "model_preset", "checkpoint"),
-    broken=lambda s: s.router_replay and s.checkpoint is None and _dense(s.model_preset),
+    broken=lambda s: s.router_replay and known_model.dense(s),
     reason="a dense model routes nothing; leave --router_replay out or take a preset with experts",
     accepted={"router_replay": True, "model_preset": "tiny_moe"},
     refused={"router_replay": True, "model_preset": "tiny"},
@@ -342,6 +335,7 @@ RULES = (
   + ADVANTAGE_RULES
   + BATCH_RULES
   + SHARDED_RULES
+  + MESH_RULES
   + MODEL_RULES
   + KERNEL_RULES
   + OPTIMIZER_RULES

@@ -75,7 +75,7 @@ class RunOptions:
   max_staleness: int = option(
     1,
     help="Largest number of updates between the policy that sampled a trajectory and the one it "
-    "trains; older trajectories are refused.",
+    "trains; older ones are refused, or with recorded rollouts trained on and told of.",
     minimum=0,
   )
   rollout_lag: int = option(

@@ -10,17 +10,17 @@ import math
 from kernels.base.mesh import MeshShape
 from kernels.base.options import Settings, declared
 from kernels.base.refusals import Rule
-from model import config as model_config
 from model.sharded.options import DENSE_AXES, SAVED, ShardedOptions
+from rl import known_model
 
-_CELL = {"mesh": "2x2x2", "micro_batch_rows": 4, "model_preset": "tiny_moe"}
-_RING = {
+CELL = {"mesh": "2x2x2", "micro_batch_rows": 4, "model_preset": "tiny_moe"}
+RING = {
   "custom_mesh_and_rule": "cp-as-ep",
   "use_ring_of_experts": True,
   "use_ragged_sort": True,
 }
-_FP8 = {**_RING, "fp8_moe_fake_quant": True}
-_CUSTOM = {**_CELL, "remat_policy": "custom", "key_proj": "device"}
+_FP8 = {**RING, "fp8_moe_fake_quant": True}
+_CUSTOM = {**CELL, "remat_policy": "custom", "key_proj": "device"}
 _SAVED = ("decoder_layer_input", *SAVED)
 _ROUTED = ("moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo")
 _FUSED = ("moe_wi_gmm_fused_swiglu", "moe_wo_gmm_fused_dswiglu")
@@ -74,18 +74,6 @@ def _experts_travel(settings: Settings) -> bool:
   )
 
 
-def _preset(settings: Settings) -> model_config.ModelConfig | None:
-  """The model, where the command line alone says which; a checkpoint is checked when it is read."""
-  if settings.checkpoint or settings.model_preset not in model_config.PRESETS:
-    return None
-  return model_config.preset(settings.model_preset)
-
-
-def _dense(settings: Settings) -> bool:
-  model = _preset(settings)
-  return model is not None and not model.is_moe
-
-
 SHARDED_RULES = (
   Rule(
     name="rows-divide-over-mesh",
@@ -106,16 +94,16 @@ SHARDED_RULES = (
     ),
     reason="a row is cut into as many equal parts as there are context ranks, twice as many with "
     "the load balance; give a multiple of that as --row_tokens",
-    accepted={**_CELL, "row_tokens": 512},
-    refused={**_CELL, "row_tokens": 511},
+    accepted={**CELL, "row_tokens": 512},
+    refused={**CELL, "row_tokens": 511},
   ),
   Rule(
     name="sharded-options-need-mesh",
     keys=("mesh", *(option.name for option in declared(ShardedOptions))),
     broken=lambda s: s.mesh is None and s.of(ShardedOptions) != ShardedOptions(),
     reason="these options say how a model crosses a mesh; add --mesh",
-    accepted={**_CELL, **_RING},
-    refused={"mesh": None, **_RING},
+    accepted={**CELL, **RING},
+    refused={"mesh": None, **RING},
   ),
   Rule(
     name="rule-set-needs-ranks",
@@ -126,8 +114,8 @@ SHARDED_RULES = (
       and shape(s).fsdp == shape(s).devices
     ),
     reason="over fsdp alone every rule set is the default one; leave custom_mesh_and_rule out",
-    accepted={**_CELL, "custom_mesh_and_rule": "cp-as-ep"},
-    refused={**_CELL, "mesh": "4x1x1", "custom_mesh_and_rule": "cp-as-ep"},
+    accepted={**CELL, "custom_mesh_and_rule": "cp-as-ep"},
+    refused={**CELL, "mesh": "4x1x1", "custom_mesh_and_rule": "cp-as-ep"},
   ),
   Rule(
     name="ring-needs-expert-ranks",
@@ -135,9 +123,9 @@ SHARDED_RULES = (
     broken=lambda s: s.use_ring_of_experts and expert_ranks(s) < 2,
     reason="with one expert rank no token has anywhere to travel; take a mesh whose expert axis "
     "(cp-as-ep: or context) is above 1",
-    accepted={**_CELL, **_RING},
+    accepted={**CELL, **RING},
     refused={
-      **_CELL,
+      **CELL,
       "mesh": "2x1x2",
       "micro_batch_rows": 2,
       "use_ring_of_experts": True,
@@ -150,8 +138,8 @@ SHARDED_RULES = (
     broken=lambda s: s.use_ring_of_experts and not s.use_ragged_sort,
     reason="a rank of the ring sorts by its own experts alone, which the argsort of all pairs does "
     "not; add --use_ragged_sort",
-    accepted={**_CELL, **_RING},
-    refused={**_CELL, "use_ring_of_experts": True},
+    accepted={**CELL, **RING},
+    refused={**CELL, "use_ring_of_experts": True},
   ),
   Rule(
     name="spread-indices-need-ring",
@@ -159,8 +147,8 @@ SHARDED_RULES = (
     broken=lambda s: s.ragged_unsort_spread_masked_indices and not s.use_ring_of_experts,
     reason="without the ring every pair has a row of its own but padding's, and nothing is masked "
     "worth spreading; add --use_ring_of_experts and --use_ragged_sort",
-    accepted={**_CELL, **_RING, "ragged_unsort_spread_masked_indices": True},
-    refused={**_CELL, "use_ragged_sort": True, "ragged_unsort_spread_masked_indices": True},
+    accepted={**CELL, **RING, "ragged_unsort_spread_masked_indices": True},
+    refused={**CELL, "use_ragged_sort": True, "ragged_unsort_spread_masked_indices": True},
   ),
   Rule(
     name="buffer-factor-needs-ring",
@@ -168,16 +156,16 @@ SHARDED_RULES = (
     broken=lambda s: s.ragged_buffer_factor != -1 and not s.use_ring_of_experts,
     reason="a rank that runs all experts has exactly one row for each of its pairs; add "
     "--use_ring_of_experts or leave the factor at -1",
-    accepted={**_CELL, **_RING, "ragged_buffer_factor": 2.0},
-    refused={**_CELL, "ragged_buffer_factor": 2.0},
+    accepted={**CELL, **RING, "ragged_buffer_factor": 2.0},
+    refused={**CELL, "ragged_buffer_factor": 2.0},
   ),
   Rule(
     name="pipeline-needs-chunks",
     keys=("moe_chunk_pipeline", "num_moe_token_chunks"),
     broken=lambda s: s.moe_chunk_pipeline and s.num_moe_token_chunks == 1,
     reason="one chunk has no other to run beside; add --num_moe_token_chunks=2",
-    accepted={**_CELL, **_RING, "moe_chunk_pipeline": True, "num_moe_token_chunks": 2},
-    refused={**_CELL, **_RING, "moe_chunk_pipeline": True},
+    accepted={**CELL, **RING, "moe_chunk_pipeline": True, "num_moe_token_chunks": 2},
+    refused={**CELL, **RING, "moe_chunk_pipeline": True},
   ),
   Rule(
     name="prefetch-needs-gathered-experts",
@@ -187,8 +175,8 @@ SHARDED_RULES = (
     ),
     reason="with the ring of experts and one fsdp rank every device holds its experts whole, so no "
     "weight has to travel early; take a mesh whose fsdp is above 1 or leave the prefetch out",
-    accepted={**_CELL, **_RING, "moe_expert_weight_prefetch": "forward"},
-    refused={**_CELL, **_RING, "mesh": "1x4x2", "moe_expert_weight_prefetch": "forward"},
+    accepted={**CELL, **RING, "moe_expert_weight_prefetch": "forward"},
+    refused={**CELL, **RING, "mesh": "1x4x2", "moe_expert_weight_prefetch": "forward"},
   ),
   Rule(
     name="token-chunks-divide",
@@ -199,8 +187,8 @@ SHARDED_RULES = (
     ),
     reason="a device's tokens (rows x row tokens / devices) are cut into equal chunks; give a "
     "divisor of them",
-    accepted={**_CELL, "num_moe_token_chunks": 2},
-    refused={**_CELL, "num_moe_token_chunks": 3, "row_tokens": 64},
+    accepted={**CELL, "num_moe_token_chunks": 2},
+    refused={**CELL, "num_moe_token_chunks": 3, "row_tokens": 64},
   ),
   Rule(
     name="fp8-dispatch-needs-fake-quant",
@@ -216,26 +204,27 @@ SHARDED_RULES = (
     ),
     reason="tokens travel only with --use_ring_of_experts, and in eight bits only where weights are "
     "rounded to eight bits too; add both",
-    accepted={**_CELL, **_FP8, "moe_fp8_token_all_gather": True},
-    refused={**_CELL, **_RING, "moe_fp8_bwd_dispatch": True},
+    accepted={**CELL, **_FP8, "moe_fp8_token_all_gather": True},
+    refused={**CELL, **RING, "moe_fp8_bwd_dispatch": True},
   ),
   Rule(
     name="hoist-needs-fake-quant",
     keys=("fp8_moe_fake_quant_hoist", "fp8_moe_fake_quant"),
     broken=lambda s: s.fp8_moe_fake_quant_hoist and not s.fp8_moe_fake_quant,
     reason="there is no rounding to move; add --fp8_moe_fake_quant",
-    accepted={**_CELL, **_FP8, "fp8_moe_fake_quant_hoist": True},
-    refused={**_CELL, **_RING, "fp8_moe_fake_quant_hoist": True},
+    accepted={**CELL, **_FP8, "fp8_moe_fake_quant_hoist": True},
+    refused={**CELL, **RING, "fp8_moe_fake_quant_hoist": True},
   ),
   Rule(
     name="moe-options-need-moe",
     keys=("model_preset", "checkpoint", *_MOE),
     broken=lambda s: (
-      _dense(s) and any(getattr(s, key) != getattr(ShardedOptions(), key) for key in _MOE)
+      known_model.dense(s)
+      and any(getattr(s, key) != getattr(ShardedOptions(), key) for key in _MOE)
     ),
     reason="the model has no experts; leave its options out or take a sparse model",
-    accepted={**_CELL, **_RING},
-    refused={**_CELL, **_RING, "model_preset": "tiny"},
+    accepted={**CELL, **RING},
+    refused={**CELL, **RING, "model_preset": "tiny"},
   ),
   Rule(
     name="saved-tensors-need-custom",
@@ -245,8 +234,8 @@ SHARDED_RULES = (
     ),
     reason="remat_policy=custom keeps the tensors whose options say device or offload, and only it "
     "reads those options; give both or neither",
-    accepted={**_CELL, "remat_policy": "custom", "query_proj": "device"},
-    refused={**_CELL, "remat_policy": "custom"},
+    accepted={**CELL, "remat_policy": "custom", "query_proj": "device"},
+    refused={**CELL, "remat_policy": "custom"},
   ),
   Rule(
     name="query-gather-needs-replay",
@@ -276,12 +265,12 @@ SHARDED_RULES = (
     ),
     reason="plain JAX has no such tensors; add --kernel_implementation=auto",
     accepted={
-      **_CELL,
+      **CELL,
       "remat_policy": "custom",
       "context": "device",
       "kernel_implementation": "auto",
     },
-    refused={**_CELL, "remat_policy": "custom", "gdn_states": "device"},
+    refused={**CELL, "remat_policy": "custom", "gdn_states": "device"},
   ),
   Rule(
     name="kept-states-need-whole-rows",
@@ -290,13 +279,13 @@ SHARDED_RULES = (
     reason="a rank of a split row computes its states again from those that others send; take "
     "--gdn_cp_mode=head or leave gdn_states at remat",
     accepted={
-      **_CELL,
+      **CELL,
       "remat_policy": "custom",
       "gdn_states": "device",
       "kernel_implementation": "auto",
     },
     refused={
-      **_CELL,
+      **CELL,
       "remat_policy": "custom",
       "gdn_states": "device",
       "kernel_implementation": "auto",
@@ -307,11 +296,12 @@ SHARDED_RULES = (
     name="routed-tensors-need-moe",
     keys=("moe_x_sorted", *_ROUTED, "model_preset", "checkpoint"),
     broken=lambda s: (
-      any(getattr(s, name) != "remat" for name in ("moe_x_sorted", *_ROUTED)) and _dense(s)
+      any(getattr(s, name) != "remat" for name in ("moe_x_sorted", *_ROUTED))
+      and known_model.dense(s)
     ),
     reason="the model has no experts, so none of their tensors; leave the moe_ options out",
-    accepted={**_CELL, "remat_policy": "custom", "moe_x_sorted": "device"},
-    refused={**_CELL, "model_preset": "tiny", "remat_policy": "custom", "moe_x_sorted": "device"},
+    accepted={**CELL, "remat_policy": "custom", "moe_x_sorted": "device"},
+    refused={**CELL, "model_preset": "tiny", "remat_policy": "custom", "moe_x_sorted": "device"},
   ),
   Rule(
     name="fused-epilogues-write-no-halves",
@@ -348,14 +338,14 @@ SHARDED_RULES = (
     reason="what is made before the layers is kept for their recomputation, which is what custom "
     "says; add --remat_policy=custom",
     accepted={
-      **_CELL,
+      **CELL,
       "context_parallel_attention_load_balance": True,
       "context_parallel_attention_load_balance_hoist_ids": True,
       "remat_policy": "custom",
       "key_proj": "device",
     },
     refused={
-      **_CELL,
+      **CELL,
       "context_parallel_attention_load_balance": True,
       "context_parallel_attention_load_balance_hoist_ids": True,
     },
@@ -396,8 +386,8 @@ SHARDED_RULES = (
     ),
     reason="early and late chunks of a row are paired over an even number of context ranks; take "
     "a mesh whose context is even, or leave the balance out",
-    accepted={**_CELL, "context_parallel_attention_load_balance": True},
-    refused={**_CELL, "mesh": "2x2x1", "context_parallel_attention_load_balance": True},
+    accepted={**CELL, "context_parallel_attention_load_balance": True},
+    refused={**CELL, "mesh": "2x2x1", "context_parallel_attention_load_balance": True},
   ),
   Rule(
     name="reordering-needs-load-balance",
@@ -416,12 +406,12 @@ SHARDED_RULES = (
     reason="without the load balance nothing is re-ordered; add "
     "--context_parallel_attention_load_balance",
     accepted={
-      **_CELL,
+      **CELL,
       "context_parallel_attention_load_balance": True,
       "context_parallel_attention_load_balance_order": "dual_chunk_swap_local_self",
     },
     refused={
-      **_CELL,
+      **CELL,
       "context_parallel_attention_load_balance_order": "dual_chunk_swap_local_self",
     },
   ),
@@ -431,50 +421,16 @@ SHARDED_RULES = (
     broken=lambda s: s.gdn_cp_mode == "seq" and shape(s).context < 2,
     reason="ranks exchange states only where a row is split over context; take such a mesh or "
     "leave gdn_cp_mode out",
-    accepted={**_CELL, "gdn_cp_mode": "seq"},
-    refused={**_CELL, "mesh": "2x2x1", "gdn_cp_mode": "seq"},
+    accepted={**CELL, "gdn_cp_mode": "seq"},
+    refused={**CELL, "mesh": "2x2x1", "gdn_cp_mode": "seq"},
   ),
   Rule(
     name="seq-mode-chunk",
     keys=("gdn_cp_mode", "gdn_chunk_size"),
     broken=lambda s: s.gdn_cp_mode == "seq" and s.gdn_chunk_size < 16,
     reason="the states of ranks are folded over chunks of 16 tokens and more; raise gdn_chunk_size",
-    accepted={**_CELL, "gdn_cp_mode": "seq", "gdn_chunk_size": 16},
-    refused={**_CELL, "gdn_cp_mode": "seq", "gdn_chunk_size": 8},
-  ),
-  Rule(
-    name="head-mode-splits-heads",
-    keys=("gdn_cp_mode", "mesh", "model_preset", "checkpoint"),
-    broken=lambda s: (
-      s.gdn_cp_mode == "head"
-      and (model := _preset(s)) is not None
-      and model.linear_num_key_heads % shape(s).context != 0
-    ),
-    reason="head mode gives every context rank as many key heads; take a context that divides "
-    "them, or --gdn_cp_mode=seq",
-    accepted=_CELL,
-    refused={**_CELL, "mesh": "1x1x8"},
-    effective=True,
-  ),
-  Rule(
-    name="head-group-divides-rank",
-    keys=("gdn_fwd_kernel_head_group_size", "gdn_cp_mode", "mesh", "model_preset", "checkpoint"),
-    broken=lambda s: (
-      s.gdn_cp_mode == "head"
-      and (model := _preset(s)) is not None
-      and model.linear_num_key_heads % shape(s).context == 0
-      and model.linear_num_key_heads // shape(s).context % s.gdn_fwd_kernel_head_group_size != 0
-      and model.linear_num_key_heads % s.gdn_fwd_kernel_head_group_size == 0
-    ),
-    reason="head mode leaves a context rank its share of the key heads, and a grid step takes whole "
-    "groups of them; lower the group",
-    accepted={
-      **_CELL,
-      "mesh": "2x2x1",
-      "kernel_implementation": "auto",
-      "gdn_fwd_kernel_head_group_size": 2,
-    },
-    refused={**_CELL, "kernel_implementation": "auto", "gdn_fwd_kernel_head_group_size": 2},
+    accepted={**CELL, "gdn_cp_mode": "seq", "gdn_chunk_size": 16},
+    refused={**CELL, "gdn_cp_mode": "seq", "gdn_chunk_size": 8},
   ),
   Rule(
     name="dense-reduce-needs-rule",
@@ -485,10 +441,10 @@ SHARDED_RULES = (
     reason="only cp-as-ep-dense-no-cp leaves gradients of dense weights to be reduced over context "
     "at the update; add that rule set",
     accepted={
-      **_CELL,
+      **CELL,
       "dense_grad_reduce": "all_reduce",
       "custom_mesh_and_rule": "cp-as-ep-dense-no-cp",
     },
-    refused={**_CELL, "dense_grad_reduce": "all_reduce"},
+    refused={**CELL, "dense_grad_reduce": "all_reduce"},
   ),
 )

@@ -63,3 +63,28 @@ def test_every_broken_rule_is_reported_at_once():
     _parse(values, table.RULES)
   for name in expected:
     assert f"[{name}]" in str(error.value)
+
+
+DENSE, SPARSE = "tests/data/oracle/dense", "tests/data/oracle/moe"
+
+
+@pytest.mark.parametrize(
+  "rule, checkpoint, values",
+  [
+    ("moe-options-need-moe", DENSE, {"use_ring_of_experts": True, "use_ragged_sort": True}),
+    ("routed-tensors-need-moe", DENSE, {"remat_policy": "custom", "moe_x_sorted": "device"}),
+    ("replay-needs-experts", DENSE, {"router_replay": True}),
+    ("model-divides-over-mesh", SPARSE, {"mesh": "1x64x1", "micro_batch_rows": 64}),
+    (
+      "head-group-divides-rank",
+      SPARSE,
+      {"kernel_implementation": "auto", "gdn_fwd_kernel_head_group_size": 2},
+    ),
+  ],
+)
+def test_rules_about_the_model_read_a_checkpoints_shape(rule, checkpoint, values):
+  mesh = {"mesh": "2x2x2", "micro_batch_rows": 4}
+  with pytest.raises(options.OptionError, match=rf"\[{rule}\]"):
+    _parse({**mesh, "checkpoint": checkpoint, **values}, table.RULES)
+  # What cannot be read is not judged here.
+  _parse({**mesh, "checkpoint": "absent", **values}, [r for r in table.RULES if r.name == rule])

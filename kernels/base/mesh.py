@@ -7,6 +7,7 @@ of two devices and context one dimension of the torus.
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Self
 
 AXES = ("fsdp", "expert", "context")  # as the text writes them
@@ -29,7 +30,8 @@ class MeshShape:
       ValueError: The text is not three positive integers joined by x.
     """
     parts = text.split("x")
-    if len(parts) != 3 or not all(p.isdecimal() and int(p) > 0 for p in parts):
+    # One way to write a number, so that equal meshes are equal texts.
+    if len(parts) != 3 or not all(re.fullmatch("[1-9][0-9]{0,8}", p) for p in parts):
       raise ValueError(f"mesh {text!r}: want fsdp x expert x context, such as 32x2x4")
     return cls(*map(int, parts))
 

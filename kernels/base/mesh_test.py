@@ -12,7 +12,10 @@ def test_text_and_back():
   assert list(shape.in_device_order.items()) == [("fsdp", 32), ("context", 4), ("expert", 2)]
 
 
-@pytest.mark.parametrize("text", ["32x2", "32x2x0", "axbxc", "32x2x4x1", "32 x2x4", "", "-1x2x4"])
+@pytest.mark.parametrize(
+  "text",
+  ["32x2", "32x2x0", "axbxc", "32x2x4x1", "32 x2x4", "", "-1x2x4", "02x1x1", "\uff12x1x1"],
+)
 def test_other_text_is_refused(text):
   with pytest.raises(ValueError, match="fsdp x expert x context"):
     mesh.MeshShape.parse(text)

@@ -28,9 +28,11 @@ def _lane_tile(value: int) -> str | None:
 def _tile(name: str) -> Any:
   product, _, which, dim = name.split("_", 3)
   both = " (gate and up together)" if (product, dim) == ("wi", "mlp_dim") else ""
+  legal = "a multiple of 128, or of 8 below 128" if dim == "batch_seq" else "a multiple of 128"
   return options.option(
     _DEFAULTS[dim],
-    help=f"Tile of the experts' {_PRODUCTS[product]} product, {_PASSES[which]}: {_DIMS[dim]}{both}.",
+    help=f"Tile of the experts' {_PRODUCTS[product]} product, {_PASSES[which]}: {_DIMS[dim]}{both}, "
+    f"{legal}.",
     minimum=8,
     check=_row_tile if dim == "batch_seq" else _lane_tile,
   )
