@@ -1,7 +1,7 @@
 """Writes the trainer's options and refusals as one Markdown page.
 
-bazel run //tools:flags_doc                    to the terminal
-bazel run //tools:flags_doc -- --output=FILE   to a file
+./bazelw run //tools:flags_doc                    to the terminal
+./bazelw run //tools:flags_doc -- --output=FILE   to a file
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def render(components: Sequence[type], rules: Sequence[refusals.Rule]) -> str:
     Markdown text ending in a newline.
   """
   lines = ["# Options of the trainer", ""]
-  lines += ["Made by `bazel run //tools:flags_doc`. Every option is a flag of the same name.", ""]
+  made = "Made by `./bazelw run //tools:flags_doc`."
+  lines += [f"{made} Every option is a flag of the same name.", ""]
   for component in components:
     title = (component.__doc__ or component.__name__).strip().splitlines()[0]
     lines += [f"## {component.__name__}", "", title, ""]

@@ -1,7 +1,7 @@
 """Formats and checks every source file: ruff, buildifier, mypy, and the tests that pages name.
 
-    bazel run //tools:format     rewrite files in the house format
-    bazel run //tools:lint       report faults, change nothing
+    ./bazelw run //tools:format     rewrite files in the house format
+    ./bazelw run //tools:lint       report faults, change nothing
 
 The same checks are the test //tools/lint:lint_test.
 """
@@ -21,7 +21,7 @@ NO_BUILDIFIER = 77
 
 
 def workspace() -> pathlib.Path:
-  """The source tree: the caller's under `bazel run`, else the one that WORKSPACE links to."""
+  """The source tree: the caller's under `./bazelw run`, else the one that WORKSPACE links to."""
   given = os.environ.get("BUILD_WORKSPACE_DIRECTORY")
   return pathlib.Path(given) if given else pathlib.Path("WORKSPACE").resolve().parent
 
@@ -106,7 +106,7 @@ def main(argv: list[str]) -> int:
   args = parser.parse_args(argv)
   failed = check(workspace(), fix=args.fix, **tools())
   if failed:
-    print(f"\n{', '.join(failed)}: faults found; bazel run //tools:format mends layout.")
+    print(f"\n{', '.join(failed)}: faults found; ./bazelw run //tools:format mends layout.")
     return 1
   print("formatted" if args.fix else "no faults")
   return 0

@@ -158,7 +158,7 @@ def run(settings: options.Settings) -> int:
   """Prices, prints and writes."""
   from tools.roofline import report
 
-  # `bazel run` starts in the runfiles; files are meant where the user stands.
+  # `./bazelw run` starts in the runfiles; files are meant where the user stands.
   os.chdir(os.environ.get("BUILD_WORKING_DIRECTORY", "."))
   priced = roofline.price(workload(settings))
   report.show(priced, settings.measured_seconds)
