@@ -61,7 +61,7 @@ def test_a_resumed_run_ends_with_the_same_bits(recorded, whole, stopped):
 
 
 def test_another_mesh_is_refused_unless_asked(recorded, whole, stopped):
-  with pytest.raises(options.UserError, match="--mesh was '2x2x2', now None") as error:
+  with pytest.raises(options.UserError, match="--mesh was 2x2x2, now unset") as error:
     mesh_runs.train(stopped, *recorded)
   assert "\n" not in str(error.value).strip()
   _, training, said = mesh_runs.train(stopped, *recorded, "--allow_config_change")
