@@ -3,12 +3,17 @@
 import dataclasses
 import json
 import pathlib
+import shutil
 from unittest import mock
 
 import pytest
+import tokenizers
 
 from kernels.base import cli, options
 from rl import memory, recipes, refusals, report, setup, trainer_options
+
+# Saved by transformers' own save_pretrained.
+ORACLE = "tests/data/oracle/moe"
 
 
 def settings_of(*flags):
@@ -85,3 +90,13 @@ def test_exhausted_memory_names_the_flags_and_other_errors_stay():
       raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 2147483648 bytes.")
   with pytest.raises(RuntimeError, match="INTERNAL"), memory.exhaustion_told(settings):
     raise RuntimeError("INTERNAL: something else")
+
+
+def test_tokenizer_of_another_model_is_refused(tmp_path):
+  vocabulary = {f"w{i}": i for i in range(513)}
+  made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
+  made.save(str(tmp_path / "tokenizer.json"))
+  shutil.copy(f"{ORACLE}/config.json", tmp_path)
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "w1"}))
+  with pytest.raises(options.UserError, match="tokenizer has 513 ids, the model's vocabulary 512"):
+    setup.build(settings_of(f"--checkpoint={tmp_path}", f"--output_dir={tmp_path / 'o'}"))

@@ -464,28 +464,6 @@ def test_visits_of_many_groups_stay_bounded():
     visits.limit(1 << 21, 512, 8)
 
 
-@pytest.mark.parametrize(
-  "bad",
-  [{"rows": 12}, {"k": 100}, {"n": 0}, {"part": 24}, {"columns": 64}, {"rows": True}, {"k": 1.0}],
-)
-def test_tiles_are_validated(bad):
-  with pytest.raises(ValueError, match="tile"):
-    tiles_lib.Tiles(**bad)
-
-
-def test_table_and_explicit_dims():
-  for k, n in [(4096, 2048), (1024, 4096), (2048, 1024), (512, 2048), (5120, 3456), (96, 40)]:
-    good = tiles_lib.good(k, n)
-    for pass_ in dataclasses.fields(good):
-      assert getattr(good, pass_.name).rows == 512
-  dims = {"fwd": (256, 4096, 2048), "dlhs": (256, 4096, 1024), "drhs": (256, 2048, 1024)}
-  wi, wo = (tiles_lib.PassTiles.from_dims(which, **dims) for which in ("wi", "wo"))
-  assert (wi.forward.k, wi.forward.n, wi.dlhs.k, wi.dlhs.n) == (4096, 2048, 1024, 4096)
-  assert (wo.forward.k, wo.forward.n, wo.dlhs.k, wo.dlhs.n) == (2048, 4096, 4096, 1024)
-  with pytest.raises(ValueError, match="wi or wo"):
-    tiles_lib.PassTiles.from_dims("w2", **dims)
-
-
 def test_refusals():
   x, w, sizes = jnp.ones((8, 128)), jnp.ones((2, 128, 256)), jnp.asarray([4, 4], jnp.int32)
   with pytest.raises(ValueError, match="want lhs"):
