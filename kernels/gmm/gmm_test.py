@@ -135,8 +135,10 @@ def test_tiles_are_validated(bad):
 def test_table_and_explicit_dims():
   for k, n in [(4096, 2048), (1024, 4096), (2048, 1024), (512, 2048), (5120, 3456), (96, 40)]:
     good = tiles_lib.good(k, n)
+    # Visits of the smaller matrices of 35B-A3B take twice the rows.
+    rows = 1024 if (k, n) in [(2048, 1024), (512, 2048)] else 512
     for pass_ in dataclasses.fields(good):
-      assert getattr(good, pass_.name).rows == 512
+      assert getattr(good, pass_.name).rows == rows
   dims = {"fwd": (256, 4096, 2048), "dlhs": (256, 4096, 1024), "drhs": (256, 2048, 1024)}
   wi, wo = (tiles_lib.PassTiles.from_dims(which, **dims) for which in ("wi", "wo"))
   assert (wi.forward.k, wi.forward.n, wi.dlhs.k, wi.dlhs.n) == (4096, 2048, 1024, 4096)

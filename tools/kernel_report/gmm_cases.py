@@ -16,25 +16,25 @@ _E4M3, _E5M2 = "float8_e4m3fn", "float8_e5m2"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Model:
-  """Shapes of the routed experts, and a device's balanced rows."""
+  """Shapes of the routed experts, and a device's balanced rows.
+
+  A part is `simulated` experts, so that the change of matrix is in the schedule and the start of the
+  kernel, which a device's whole work has once, is a small part of it.
+  """
 
   name: str
   embed: int
   mlp: int
   experts: int
   expert_rows: int
+  simulated: int
 
 
 # Experts over (context, expert) = 8 devices, 131,072 gathered tokens.
 _MODELS = (
-  _Model(name="397B", embed=4096, mlp=1024, experts=64, expert_rows=2560),
-  _Model(name="35B", embed=2048, mlp=512, experts=32, expert_rows=4096),
+  _Model(name="397B", embed=4096, mlp=1024, experts=64, expert_rows=2560, simulated=4),
+  _Model(name="35B", embed=2048, mlp=512, experts=32, expert_rows=4096, simulated=8),
 )
-
-
-# Two experts, so that the change of matrix is in the schedule and the start of the pipeline is not
-# all of it.
-_GROUPS = 2
 
 
 def _case(
@@ -43,23 +43,25 @@ def _case(
   left, right = changes.get("left", "bfloat16"), changes.get("right", "bfloat16")
   epilogue = changes.get("epilogue", "none")
   local = local or model.experts
-  rows = _GROUPS * model.expert_rows
+  # The simulation of an eight-bit weight gradient takes gigabytes an expert.
+  groups = 1 if which == "drhs" and left != "bfloat16" else model.simulated
+  rows = groups * model.expert_rows
   common = {"which": which, "k": k, "n": n, **changes}
   if which == "drhs":
-    elements = rows * k * _BYTES[left] + rows * n * _BYTES[right] + 2 * _GROUPS * k * n
+    elements = rows * k * _BYTES[left] + rows * n * _BYTES[right] + 2 * groups * k * n
   else:
     result = {"none": n, "swiglu": n // 2, "dswiglu": 4 * n}[epilogue]  # with what dswiglu reads
-    matrices = _GROUPS * k * n * _BYTES[right]
+    matrices = groups * k * n * _BYTES[right]
     elements = rows * k * _BYTES[left] + matrices + 2 * rows * result
   kernel = "drhs" if which == "drhs" else f"{which}_{epilogue}"
   return KernelCase(
     name=f"ours: {model.name} {name}",
     builder="tools.kernel_report.gmm_kernels:product",
-    arguments={**common, "groups": _GROUPS, "rows": rows, "group_rows": model.expert_rows},
+    arguments={**common, "groups": groups, "rows": rows, "group_rows": model.expert_rows},
     kernel=f"gmm_{kernel}",
     flops=2.0 * rows * k * n,
     bytes=float(elements),
-    part=f"{_GROUPS} of {local} experts, {model.expert_rows:,} rows each",
+    part=f"{groups} of {local} experts, {model.expert_rows:,} rows each",
     dtype="bf16" if left == "bfloat16" else "fp8",
     whole={
       **common,

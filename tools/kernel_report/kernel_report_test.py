@@ -134,9 +134,9 @@ def test_cases_are_well_formed():
       assert each.flops / rows == (wide if " wi " in each.name else narrow), each.name
   named = {c.name: c for c in cases.CASES}
   for case_name, operands in (
-    ("ours: 397B wi forward", 5120 * (4096 + 2048) * 2 + 2 * 4096 * 2048 * 2),
-    ("ours: 397B wo forward, e4m3", 5120 * (1024 + 2 * 4096) + 2 * 4096 * 1024),
-    ("ours: 35B wi weight gradient", 8192 * (2048 + 1024) * 2 + 2 * 2048 * 1024 * 2),
+    ("ours: 397B wi forward", 10240 * (4096 + 2048) * 2 + 4 * 4096 * 2048 * 2),
+    ("ours: 397B wo forward, e4m3", 10240 * (1024 + 2 * 4096) + 4 * 4096 * 1024),
+    ("ours: 35B wi weight gradient", 32768 * (2048 + 1024) * 2 + 8 * 2048 * 1024 * 2),
   ):
     assert named[case_name].bytes == operands
 
