@@ -43,8 +43,8 @@ def _case(
   left, right = changes.get("left", "bfloat16"), changes.get("right", "bfloat16")
   epilogue = changes.get("epilogue", "none")
   local = local or model.experts
-  # The simulation of an eight-bit weight gradient takes gigabytes an expert.
-  groups = 1 if which == "drhs" and left != "bfloat16" else model.simulated
+  # The simulation of an eight-bit weight gradient takes gigabytes for some experts.
+  groups = model.simulated // (4 if which == "drhs" and left != "bfloat16" else 1)
   rows = groups * model.expert_rows
   common = {"which": which, "k": k, "n": n, **changes}
   if which == "drhs":

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kernels.base import options
+from kernels.base import options, refusals
 from tools.kernel_report import case as case_lib
 from tools.kernel_report import cases, main, public_cases, report, schedule
 from tools.roofline.machine import TPU7X
@@ -167,6 +167,40 @@ def test_cases_are_chosen_by_words(capsys):
   ]
   with pytest.raises(options.UserError, match="--list"):
     main.run(settings(cases=("nothing",)))
+
+
+def test_rows_of_a_file_are_kept_where_the_work_is_the_same(tmp_path, monkeypatch):
+  first, second, third = (case(name=name, part="all") for name in ("a", "b", "c"))
+  path = tmp_path / "rows.json"
+  rows = [report.make_row(c, found(2_000_000), 3.0) for c in (first, second)]
+  report.write_json([rows[0], dataclasses.replace(rows[1], part="half")], str(path))
+  profiled = []
+
+  def profile(case, *_, **__):
+    profiled.append(case.name)
+    return report.make_row(case, found(4_000_000), 1.0)
+
+  monkeypatch.setattr(report, "profile_case", profile)
+  monkeypatch.setattr(cases, "CASES", (first, second, third))
+  monkeypatch.chdir(tmp_path)
+  given = {"json": str(path), "whole": False}
+  assert main.run(settings(keep_rows=True, **given)) == 0
+  assert profiled == ["b", "c"]
+  assert [r.cycles for r in report.read_json(str(path)).values()] == [2_000_000] + 2 * [4_000_000]
+  assert not report.same_work(dataclasses.replace(rows[0], error="no tiling"), first)
+  assert not report.same_work(None, first)
+  # Rows of cases that are not asked for stay in the file.
+  monkeypatch.setattr(report, "same_work", lambda row, case: False)
+  assert main.run(settings(keep_rows=True, cases=("b",), **given)) == 0
+  assert profiled == ["b", "c", "b"] and list(report.read_json(str(path))) == ["a", "b", "c"]
+  assert main.run(settings(cases=("c",), **given)) == 0
+  assert list(report.read_json(str(path))) == ["c"]
+  path.write_text('{"rows": 1}')
+  with pytest.raises(options.UserError, match="another file"):
+    main.run(settings(keep_rows=True, **given))
+  for rule in main.RULES:
+    assert not refusals.broken_rules(settings(**rule.accepted), main.RULES)
+    assert refusals.broken_rules(settings(**rule.refused), main.RULES) == [rule]
 
 
 def small(**changes):

@@ -13,7 +13,7 @@ import dataclasses
 import os
 import tempfile
 
-from kernels.base import cli, options
+from kernels.base import cli, options, refusals
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,23 @@ class KernelReportOptions:
   time_limit: float = options.option(600.0, help="Seconds for each compile.", minimum=1.0)
   json: str | None = options.option(None, help="File to write rows to as JSON.", writes=True)
   markdown: str | None = options.option(None, help="File to write the table to as Markdown.")
+  keep_rows: bool = options.option(
+    False,
+    help="Keep what --json already holds and profile the other cases: all of them take hours.",
+  )
   plot: str | None = options.option(None, help="PNG file to write the chart to.", writes=True)
+
+
+RULES = (
+  refusals.Rule(
+    name="keep-rows-needs-json",
+    keys=("keep_rows", "json"),
+    broken=lambda s: s.keep_rows and s.json is None,
+    reason="the rows to keep are those of --json; name its file",
+    accepted={"keep_rows": True, "json": "rows.json"},
+    refused={"keep_rows": True},
+  ),
+)
 
 
 def run(settings: options.Settings) -> int:
@@ -49,8 +65,12 @@ def run(settings: options.Settings) -> int:
     return 0
   rows: list[report.Row] = []
   seen: dict[str, report.Row] = {}
+  kept = report.read_json(settings.json) if settings.keep_rows else {}
   with tempfile.TemporaryDirectory() as scratch:
     for number, case in enumerate(chosen):
+      if report.same_work(kept.get(case.name), case):
+        rows.append(kept[case.name])
+        continue
       try:
         row = report.profile_case(
           case, f"{scratch}/{number}", settings.time_limit, whole=settings.whole, seen=seen
@@ -59,8 +79,11 @@ def run(settings: options.Settings) -> int:
         raise options.UserError(str(error)) from error
       print(report.line(row), flush=True)
       rows.append(row)
+      kept[case.name] = row
       if settings.json:  # after each: a compile can take minutes
-        report.write_json(rows, settings.json)
+        report.write_json(
+          [kept[n] for n in (c.name for c in cases.CASES) if n in kept], settings.json
+        )
   report.show(rows)
   if settings.markdown:
     report.write_markdown(rows, settings.markdown)
@@ -70,4 +93,4 @@ def run(settings: options.Settings) -> int:
 
 
 if __name__ == "__main__":
-  cli.main(run, components=[KernelReportOptions], description=__doc__)
+  cli.main(run, components=[KernelReportOptions], rules=RULES, description=__doc__)

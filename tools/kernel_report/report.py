@@ -14,6 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kernels.base import options
 from tools.aot import compiler, hlo, timeline
 from tools.kernel_report import schedule
 from tools.kernel_report.case import KernelCase
@@ -310,6 +311,31 @@ def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def write_json(rows: Sequence[Row], path: str) -> None:
   """Writes rows as JSON."""
   pathlib.Path(path).write_text(json.dumps(to_json(rows), indent=1) + "\n")
+
+
+def read_json(path: str) -> dict[str, Row]:
+  """Rows that `write_json` wrote, by name; none where there is no such file.
+
+  Raises:
+    options.UserError: The file is something else.
+  """
+  try:
+    return {row["name"]: Row(**row) for row in json.loads(pathlib.Path(path).read_text())}
+  except FileNotFoundError:
+    return {}
+  except (ValueError, TypeError, KeyError) as error:
+    raise options.UserError(
+      f"{path} holds no rows of this report ({error}); name another file for --json"
+    ) from None
+
+
+def same_work(row: Row | None, case: KernelCase) -> bool:
+  """Whether a row tells something of what the case is now; nothing says that its kernel is still the same."""
+  return (
+    row is not None
+    and not row.error
+    and (row.part, row.gflop, row.mib) == (case.part, case.flops / 1e9, case.bytes / 2**20)
+  )
 
 
 def markdown(rows: Sequence[Row]) -> str:
