@@ -293,7 +293,8 @@ class ModelOptions(attention_options.AttentionOptions, gmm_options.GmmOptions):
   )
   gdn_fwd_kernel_head_group_size: int = options.option(
     1,
-    help="Key heads per grid step of the delta rule's Pallas kernels; divides the key heads.",
+    help="Key heads per grid step of the delta rule's forward Pallas kernel; divides the key heads. The "
+    "backward kernel and the scans take as many as fit.",
     minimum=1,
   )
   float32_gate_logits: bool = options.option(

@@ -9,6 +9,7 @@ from kernels.attention import options as attention_options
 from kernels.base.mesh import MeshShape
 from kernels.base.options import Settings, declared
 from kernels.base.refusals import Rule
+from kernels.gdn import head_groups
 from kernels.gmm import options as gmm_options
 from model import config as model_config
 from rl import known_model
@@ -55,6 +56,15 @@ def _fused_tiles_misfit(settings: Settings) -> bool:
   )
 
 
+def _wide_group(settings: Settings) -> bool:
+  model = known_model.of(settings)
+  if model is None:
+    return False
+  heads = model.linear_num_value_heads // model.linear_num_key_heads
+  group = settings.gdn_fwd_kernel_head_group_size
+  return group > head_groups.most_key_heads(heads) and model.linear_num_key_heads % group == 0
+
+
 KERNEL_RULES = (
   Rule(
     name="attention-tiles-without-kernels",
@@ -94,6 +104,15 @@ KERNEL_RULES = (
     reason="plain JAX has no grid steps; add --kernel_implementation=auto or leave the group at 1",
     accepted={"gdn_fwd_kernel_head_group_size": 4, "kernel_implementation": "auto"},
     refused={"gdn_fwd_kernel_head_group_size": 4},
+  ),
+  Rule(
+    name="head-group-fits-lanes",
+    keys=("gdn_fwd_kernel_head_group_size", "model_preset", "checkpoint"),
+    broken=_wide_group,
+    reason="a grid step of the delta rule keeps two gates of each value head and four flags on 128 lanes: "
+    "at most 15 key heads of 397B-A17B's four value heads each, 31 of 35B-A3B's two; lower the group",
+    accepted={**_KERNELS, "model_preset": "35B-A3B", "gdn_fwd_kernel_head_group_size": 16},
+    refused={**_KERNELS, "model_preset": "397B-A17B", "gdn_fwd_kernel_head_group_size": 16},
   ),
   Rule(
     name="grouped-products-need-experts",

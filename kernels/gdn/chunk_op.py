@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from kernels.base import implementation as implementation_lib
-from kernels.gdn import chunked, layout, pallas_backward, pallas_forward
+from kernels.gdn import chunked, head_groups, layout, pallas_backward, pallas_forward
 
 # One bfloat16 sublane tile.
 MIN_CHUNK = 16
@@ -29,7 +29,7 @@ class Options:
   Attributes:
     implementation: See `kernels.base.implementation`; not `reference`.
     chunk: Tokens per chunk, a power of two from 16 up.
-    group: Key heads per grid step.
+    group: Key heads per grid step of the forward kernel.
     keep_states: Keep the chunks' states and inverses instead of replaying them.
   """
 
@@ -39,7 +39,7 @@ class Options:
   keep_states: bool
 
   def shape(self, k, v) -> layout.Shape:
-    """Static shape of a call on keys and values [B, S, heads, channels]."""
+    """Static shape of the forward kernel's call on keys and values [B, S, heads, channels]."""
     key_heads = k.shape[2]
     return layout.Shape(
       chunk=self.chunk,
@@ -47,6 +47,13 @@ class Options:
       heads=v.shape[2] // key_heads,
       group=self.group,
     )
+
+  def widest(self, k, v) -> layout.Shape:
+    """The same for the kernels whose group is not chosen: as wide as fits."""
+    shape = self.shape(k, v)
+    sizes = {"dk": k.shape[3], "dv": v.shape[3], "itemsize": k.dtype.itemsize}
+    group = head_groups.widest(shape.key_heads, shape.heads, chunk=shape.chunk, **sizes)
+    return dataclasses.replace(shape, group=group)
 
 
 def join_heads(state: Float[Array, "B nv dk dv"], key_heads: int) -> Float[Array, "B nk dk n"]:
@@ -150,17 +157,19 @@ def _backward(options, residuals, cotangents):
 
   def pallas(operands, saved, d_out, d_final, *, interpret):
     q, k, v, g, beta, initial_state, segment_ids, initial_segment = operands
-    shape = options.shape(k, v)
+    shape = options.widest(k, v)
     flat = functools.partial(tokens, chunk=options.chunk)
-    packed = gates(shape, g, beta, segment_ids, initial_segment)
+    packed = functools.partial(
+      gates, g=g, beta=beta, segment_ids=segment_ids, initial_segment=initial_segment
+    )
     if not options.keep_states:
       _, _, saved = pallas_forward.forward(
         flat(q),
         flat(k),
         flat(v),
-        packed,
+        packed(options.shape(k, v)),
         join_heads(initial_state, shape.key_heads),
-        shape=shape,
+        shape=options.shape(k, v),
         want_output=False,
         want_saved=True,
         interpret=interpret,
@@ -169,7 +178,7 @@ def _backward(options, residuals, cotangents):
       flat(q),
       flat(k),
       flat(v),
-      packed,
+      packed(shape),
       pallas_forward.Saved(*saved),
       flat(d_out),
       join_heads(d_final, shape.key_heads),

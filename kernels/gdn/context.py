@@ -98,9 +98,10 @@ def _mine(values, axis_name):
 
 
 def _operands(options, q, k, v, g, beta, segment_ids, before):
-  shape = options.shape(k, v)
+  """q, k, v as the kernels read them; shape and gates of the forward kernel and of the scans."""
   flat = functools.partial(chunk_op.tokens, chunk=options.chunk)
-  return shape, flat(q), flat(k), flat(v), chunk_op.gates(shape, g, beta, segment_ids, before)
+  gated = lambda shape: (shape, chunk_op.gates(shape, g, beta, segment_ids, before))
+  return flat(q), flat(k), flat(v), gated(options.shape(k, v)), gated(options.widest(k, v))
 
 
 def _forward(options, axis_name, state_passing, q, k, v, g, beta, segment_ids):
@@ -108,11 +109,13 @@ def _forward(options, axis_name, state_passing, q, k, v, g, beta, segment_ids):
   zero = jnp.zeros((q.shape[0], v.shape[2], k.shape[3], v.shape[3]), jnp.float32)
 
   def maps(q, k, v, g, beta, segment_ids, before, *, interpret):
-    shape, q, k, v_flat, gates = _operands(options, q, k, v, g, beta, segment_ids, before)
+    q, k, v_flat, (shape, gates), (wide, wide_gates) = _operands(
+      options, q, k, v, g, beta, segment_ids, before
+    )
     start = chunk_op.join_heads(zero, shape.key_heads)
     run = functools.partial(pallas_forward.forward, shape=shape, interpret=interpret)
     _, h, _ = run(q, k, v_flat, gates, start, want_output=False)
-    m = pallas_forward.transition_product(k, gates, shape=shape, interpret=interpret)
+    m = pallas_forward.transition_product(k, wide_gates, shape=wide, interpret=interpret)
     return tuple(chunk_op.split_heads(x, v.shape[2]) for x in (m, h))
 
   def plain_maps(q, k, v, g, beta, segment_ids, before):
@@ -141,7 +144,9 @@ def _backward(options, axis_name, state_passing, residuals, d_out):
   (q, k, v, g, beta, segment_ids), before, every_m, start = residuals
 
   def first_gradient(q, k, v, g, beta, start, segment_ids, before, d_out, *, interpret):
-    shape, q, k, v_flat, gates = _operands(options, q, k, v, g, beta, segment_ids, before)
+    q, k, v_flat, (shape, gates), (wide, wide_gates) = _operands(
+      options, q, k, v, g, beta, segment_ids, before
+    )
     joined = chunk_op.join_heads(start, shape.key_heads)
     _, _, saved = pallas_forward.forward(
       q,
@@ -157,11 +162,11 @@ def _backward(options, axis_name, state_passing, residuals, d_out):
     d_start = pallas_backward.state_gradient(
       q,
       k,
-      gates,
+      wide_gates,
       saved.inverses,
       chunk_op.tokens(d_out, options.chunk),
       jnp.zeros_like(joined),
-      shape=shape,
+      shape=wide,
       interpret=interpret,
     )
     return chunk_op.split_heads(d_start, v.shape[2])
@@ -211,7 +216,7 @@ def gated_delta_rule(
     axis_name: The axis of the ranks.
     chunk_size: Tokens per chunk, a power of two from 16 up.
     implementation: See `kernels.base.implementation`.
-    head_group: Key heads per grid step of the Pallas kernels.
+    head_group: Key heads per grid step of the forward kernel.
     state_passing: See `states_before`.
   """
   implementation_lib.validate(implementation)

@@ -43,7 +43,7 @@ def gated_delta_rule(
     chunk_size: Tokens per chunk, a power of two.
     implementation: See `kernels.base.implementation`; `auto` is the reference for heads whose
       channels do not fill a TPU's lanes.
-    head_group: Key heads per grid step of the Pallas kernels.
+    head_group: Key heads per grid step of the forward kernel; the backward takes as many as fit.
     keep_states: The Pallas forward pass keeps each chunk's state and inverse for the backward
       pass, named "gdn_states" for remat policies; otherwise the backward pass replays them.
 

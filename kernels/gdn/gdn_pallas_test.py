@@ -1,13 +1,14 @@
 """The gated delta rule's Pallas kernels against the float32 token-by-token reference."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.gdn import gdn, layout, reference, tile_math
+from kernels.gdn import chunk_op, gdn, head_groups, layout, reference, tile_math
 
 _NAMES = ("out", "state", "dq", "dk", "dv", "dA_log", "ddt_bias", "dbeta", "dstate")
 
@@ -101,7 +102,7 @@ def _packed_run(dtype, head_group, keep_states):
 )
 def test_forward_and_gradients(dtype, bound, gate_bound):
   inputs = _packed_inputs(dtype)
-  got = _packed_run(dtype, 2, False)
+  got = _packed_run(dtype, 1, False)
   for name, a, b in zip(_NAMES, got, _expected(*inputs)):
     assert _relative(a, b) <= (gate_bound if name in ("dA_log", "ddt_bias") else bound), name
   padding = np.asarray(inputs[2]) == 0
@@ -109,10 +110,43 @@ def test_forward_and_gradients(dtype, bound, gate_bound):
     assert not np.asarray(got[_NAMES.index(name)], np.float32)[padding].any(), name
 
 
-def test_head_groups_and_kept_states_do_not_change_a_bit():
-  pair = _packed_run(jnp.bfloat16, 2, False), _packed_run(jnp.bfloat16, 1, True)
-  for name, a, b in zip(_NAMES, *pair):
+def test_head_groups_and_kept_states_do_not_change_a_bit(monkeypatch):
+  """One key head a step forward and two backward, and the other way round."""
+  replayed = _packed_run(jnp.bfloat16, 1, False)
+  monkeypatch.setattr(head_groups, "widest", lambda *_, **sizes: 1)
+  for name, a, b in zip(_NAMES, replayed, _packed_run(jnp.bfloat16, 2, True)):
     np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32), name)
+
+
+def _kernels_traced(**options):
+  """Names of the kernels in a gradient of four key heads."""
+  operands, a, segments, cotangents = _inputs(jnp.bfloat16, [_row([32], 32)], key_heads=4)
+  run = functools.partial(_value_and_gradients, _kernels(chunk_size=16, **options))
+  text = str(jax.make_jaxpr(run)(operands, a, segments, cotangents))
+  return set(re.findall(r"gdn_[a-z_]+_g\d+", text))
+
+
+def test_the_backward_kernel_has_its_own_group(monkeypatch):
+  kernels = {"gdn_forward_g1", "gdn_states_g1", "gdn_backward_g4"}
+  assert _kernels_traced() == kernels
+  assert _kernels_traced(head_group=2, keep_states=True) == {"gdn_forward_g2", "gdn_backward_g4"}
+  # The planted fault: one group for all.
+  monkeypatch.setattr(chunk_op.Options, "widest", chunk_op.Options.shape)
+  assert _kernels_traced() != kernels
+
+
+def test_the_widest_group_divides_and_fits():
+  head = {"chunk": 64, "dk": 128, "dv": 128, "itemsize": 2}
+  # 397B-A17B, 35B-A3B, and both in float32 and with chunks of 128.
+  assert head_groups.widest(16, 4, **head) == 8
+  assert head_groups.widest(16, 2, **head) == 16
+  for change in ({"itemsize": 4}, {"chunk": 128}):
+    assert head_groups.widest(16, 4, **{**head, **change}) == 4
+    assert head_groups.widest(16, 2, **{**head, **change}) == 8
+  # A rank's share of the heads, a number that halves do not divide, heads that fill lanes.
+  assert head_groups.widest(4, 4, **head) == 4
+  assert head_groups.widest(9, 4, **head) == 3
+  assert head_groups.widest(4, 62, **head) == 1
 
 
 def test_odd_heads_and_chunks_of_two_blocks():

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kernels.gdn import reference
+from kernels.gdn import head_groups, reference
 
-LANES = 128
+LANES = head_groups.LANES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,10 +38,10 @@ class Shape:
   def __post_init__(self):
     if self.key_heads % self.group:
       raise ValueError(f"head group {self.group} does not divide {self.key_heads} key heads")
-    if 2 * self.group * self.heads + 4 > LANES:
+    if self.group > head_groups.most_key_heads(self.heads):
       raise ValueError(
         f"head group {self.group} of {self.heads} value heads each does not fit: "
-        f"want at most {(LANES - 4) // (2 * self.heads)} key heads per group"
+        f"want at most {head_groups.most_key_heads(self.heads)} key heads per group"
       )
 
   @property

@@ -31,7 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from kernels.gdn import layout, pallas_forward, tile_math
+from kernels.gdn import head_groups, layout, pallas_forward, tile_math
 
 
 def _l2_gradient(x, norm, d):
@@ -243,7 +243,10 @@ def _run(q, k, v, gates, d_out, states, inverses, d_final, *, shape, interpret):
     out_shape=tuple(struct for struct, _ in outputs),
     out_specs=tuple(spec for _, spec in outputs),
     scratch_shapes=[pltpu.VMEM((group, dk, shape.heads * dv), jnp.float32)],
-    compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+    compiler_params=pltpu.CompilerParams(
+      dimension_semantics=("parallel", "parallel", "arbitrary"),
+      vmem_limit_bytes=head_groups.VMEM_BYTES,
+    ),
     cost_estimate=pallas_forward.declared_cost(
       "backward" if full else "dh_scan",
       shape,

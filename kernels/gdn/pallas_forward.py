@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from kernels.gdn import flops, layout, tile_math
+from kernels.gdn import flops, head_groups, layout, tile_math
 
 
 class Saved(NamedTuple):
@@ -195,7 +195,10 @@ def _run(q, k, v, gates, start, *, shape, want_output, want_saved, interpret, na
     out_shape=tuple(struct for struct, _ in outputs),
     out_specs=tuple(spec for _, spec in outputs),
     scratch_shapes=[pltpu.VMEM((group, dk, shape.heads * dv), jnp.float32)],
-    compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+    compiler_params=pltpu.CompilerParams(
+      dimension_semantics=("parallel", "parallel", "arbitrary"),
+      vmem_limit_bytes=head_groups.VMEM_BYTES,
+    ),
     cost_estimate=declared_cost(
       "forward" if v is not None else "m_scan",
       shape,

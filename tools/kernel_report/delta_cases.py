@@ -5,55 +5,56 @@ One device's share of a layer: 16,384 tokens of one row.
 
 from __future__ import annotations
 
-from kernels.gdn import flops
+from kernels.gdn import flops, head_groups
 from tools.kernel_report.case import KernelCase
 
 _TOKENS = 16_384
 
 
 def _delta_net(model: str, key_heads: int, heads: int) -> list[KernelCase]:
-  """The gated delta rule at a model's heads.
+  """The gated delta rule at a model's heads: forward four key heads a step and as many as fit.
 
   Args:
     model: Name of the model.
-    key_heads: Key heads, of which a case takes four.
+    key_heads: Key heads, of which a case takes a step's.
     heads: Value heads per key head.
   """
-  dim, chunk, group, tokens = 128, 64, 4, 256
-  value_heads = group * heads
-  part = (
-    f"{tokens} of 16,384 tokens, {group} of {key_heads} key heads with {heads} value heads each"
-  )
-  square = dim * dim
-  sizes = {"chunk": chunk, "key_heads": group, "value_heads": value_heads, "dk": dim, "dv": dim}
-  count = lambda kind: flops.per_token(kind, **sizes)
-  state, inverse = 4.0 * square * value_heads, 4.0 * chunk * chunk * value_heads
-  kept = (state + inverse) / chunk  # bytes a token
-  token, gate = 2.0 * dim * (2 * group + value_heads), 12.0 * value_heads
-  values = 2.0 * dim * value_heads
-  out = []
-  for which, kernel, work, bytes_ in (
-    ("forward", "gdn_forward", count("forward"), token + values + gate),
-    ("forward, states kept", "gdn_forward", count("forward"), token + values + gate + kept),
-    ("backward", "gdn_backward", count("backward"), 2 * token + values + 2 * gate + kept),
-    ("m scan", "gdn_m_scan", count("m_scan"), token + gate),
-    ("dh scan", "gdn_dh_scan", count("dh_scan"), token + gate),
-  ):
-    named = {"forward, states kept": "forward_saved"}.get(which, which.replace(" ", "_"))
-    common = {"which": named, "heads": heads, "group": group}
-    out.append(
-      KernelCase(
-        name=f"ours: {model} gdn {which}",
-        builder="tools.kernel_report.delta_kernels:delta_rule",
-        arguments={**common, "tokens": tokens, "key_heads": group},
-        whole={**common, "tokens": _TOKENS, "key_heads": key_heads},
-        kernel=kernel,
-        flops=tokens * work,
-        bytes=tokens * bytes_,
-        part=part,
-      )
+  dim, chunk, few = 128, 64, 4
+  wide = head_groups.widest(key_heads, heads, chunk=chunk, dk=dim, dv=dim, itemsize=2)
+
+  def case(which: str, kind: str, group: int, name: str) -> KernelCase:
+    tokens = 512
+    value_heads = group * heads
+    kept = 4.0 * (dim * dim + chunk * chunk) * value_heads / chunk  # bytes a token
+    token, gate = 2.0 * dim * (2 * group + value_heads), 12.0 * value_heads
+    values = 2.0 * dim * value_heads
+    bytes_ = {
+      "forward": token + values + gate,
+      "forward_saved": token + values + gate + kept,
+      "backward": 2 * token + values + 2 * gate + kept,
+    }.get(which, token + gate)
+    sizes = {"chunk": chunk, "key_heads": group, "value_heads": value_heads, "dk": dim, "dv": dim}
+    common = {"which": which, "heads": heads, "group": group}
+    return KernelCase(
+      name=f"ours: {model} gdn {name}",
+      builder="tools.kernel_report.delta_kernels:delta_rule",
+      arguments={**common, "tokens": tokens, "key_heads": group},
+      whole={**common, "tokens": _TOKENS, "key_heads": key_heads},
+      kernel=f"gdn_{kind}",
+      flops=tokens * flops.per_token(kind, **sizes),
+      bytes=tokens * bytes_,
+      part=f"{tokens} of {_TOKENS:,} tokens, {group} of {key_heads} key heads with {heads} value"
+      " heads each",
     )
-  return out
+
+  return [
+    case("forward", "forward", few, "forward"),
+    case("forward", "forward", wide, f"forward, {wide} key heads a step"),
+    case("forward_saved", "forward", wide, "forward, states kept"),
+    case("backward", "backward", wide, "backward"),
+    case("m_scan", "m_scan", wide, "m scan"),
+    case("dh_scan", "dh_scan", wide, "dh scan"),
+  ]
 
 
 def _elementwise(model: str, all_channels: int, all_heads: int) -> list[KernelCase]:

@@ -9,6 +9,10 @@ from tools.kernel_report import public_kernels
 _DIM, _CHUNK = 128, 64
 
 
+# What the cell's programs are compiled with: a kernel may use all of VMEM.
+_OPTIONS = {"xla_tpu_scoped_vmem_limit_kib": "65472"}
+
+
 def _lower(function, *structs) -> Any:
   """Lowers with large operands that stay in HBM, where those of a whole layer lie."""
   import jax.numpy as jnp
@@ -25,7 +29,7 @@ def _lower(function, *structs) -> Any:
 
 
 def delta_rule(*, which: str, tokens: int, key_heads: int, heads: int, group: int) -> Any:
-  """A kernel of the gated delta rule on one row.
+  """A kernel of the gated delta rule on one row, and compiler options.
 
   Args:
     which: forward, forward_saved (keeps what the backward reads), states (the same without
@@ -67,13 +71,14 @@ def delta_rule(*, which: str, tokens: int, key_heads: int, heads: int, group: in
     return pallas_backward.backward(q, k, v, gates(c, r), saved, d_out, d_final, **common)
 
   if which == "m_scan":
-    return _lower(m_scan, key, columns, rows)
+    return _lower(m_scan, key, columns, rows), _OPTIONS
   if which == "dh_scan":
-    return _lower(dh_scan, key, key, columns, rows, inverses, value, state)
+    return _lower(dh_scan, key, key, columns, rows, inverses, value, state), _OPTIONS
   if which == "backward":
     kept = (states, inverses)
-    return _lower(backward, key, key, value, columns, rows, *kept, value, state)
-  return _lower(forward, key, key, value, columns, rows, state)
+    operands = (key, key, value, columns, rows, *kept, value, state)
+    return _lower(backward, *operands), _OPTIONS
+  return _lower(forward, key, key, value, columns, rows, state), _OPTIONS
 
 
 def convolution(

@@ -2,16 +2,17 @@
 
 import pytest
 
+from kernels.gdn import head_groups
 from tools.aot import compiler
 
 
-def _rule(which, heads):
+def _rule(which, heads, group=2):
   return "delta_rule", {
     "which": which,
     "tokens": 128,
-    "key_heads": 2,
+    "key_heads": group,
     "heads": heads,
-    "group": 2,
+    "group": group,
   }
 
 
@@ -30,10 +31,13 @@ def _norm(layout):
   return "gated_norm", {"which": "backward", "layout": layout, "tokens": 200, "heads": 2}
 
 
-# One value head a key head cannot be paired; two are one pair and four are two.
+# One value head a key head cannot be paired; two are one pair and four are two.  The widest step of
+# the largest kernel takes most of VMEM.
+_SIZES = {"chunk": 64, "dk": 128, "dv": 128, "itemsize": 2}
 _CASES = {
   "forward": _rule("forward_saved", 1),
   "backward": _rule("backward", 4),
+  "backward, 397B": _rule("backward", 4, head_groups.widest(16, 4, **_SIZES)),
   "m scan": _rule("m_scan", 2),
   "dh scan": _rule("dh_scan", 1),
   "convolution forward": _convolution("forward"),
