@@ -211,6 +211,15 @@ def test_large_scores():
   assert _forward_error(100.0) <= 2e-5
 
 
+def test_queries_go_by_strips(monkeypatch):
+  """And the planted fault: every strip is the first."""
+  monkeypatch.setattr(pallas_forward, "_STRIP", 32)
+  assert _forward_error() <= 2e-6
+  first = lambda start, stop=None: slice(start, stop) if stop is None else slice(0, stop - start)
+  monkeypatch.setattr(pallas_forward, "slice", first, raising=False)
+  assert not _forward_error() <= 0.1
+
+
 class _WithoutMaximum:
   """jax.numpy in which a running maximum never moves."""
 

@@ -5,8 +5,9 @@ Dao, "FlashAttention-2" (arXiv:2307.08691), over the live block pairs that `sche
 weighted values, while its key blocks pass by.
 
 A key block whose every part is fully visible runs as one straight piece of code without a mask, in
-which the products of one part hide the exponentials of another; any other block goes by two parts at
-a time, skips what is dead and masks the rest.
+which the products of one part hide the exponentials of another.  Any other block goes by two parts at
+a time and skips what is dead.  Too short for their parts to hide each other, twos go by strips of
+queries, which do.  Queries of one segment are told from the keys' positions alone what they see.
 
 The running sum is kept for each of 128 lanes apart and added up once, at the end.
 """
@@ -26,6 +27,8 @@ from kernels.attention import schedule as schedule_lib
 from kernels.attention import tile_math
 
 NAME = "flash_attention_forward"
+# Queries of a strip.
+_STRIP = 256
 
 
 def _kernel(
@@ -42,6 +45,7 @@ def _kernel(
   total_ref,
   acc_ref,
   q_columns_ref,
+  own_ref,
   *,
   part: int,
   exponential: tile_math.Exponential,
@@ -61,37 +65,49 @@ def _kernel(
     for i in range(2):
       q_columns_ref[i] = tile_math.column(q_ids_ref[i : i + 1])
 
-  def step(keys, masked: bool):
-    scores = tile_math.dot(q_ref[...], k_ref[keys], tile_math.NT)
-    if masked:
-      segment, position = (tile_math.tiled(q_columns_ref[i], part) for i in range(2))
-      sees = (segment == kv_ids_ref[0:1, keys]) & (position >= kv_ids_ref[1:2, keys])
+  def step(rows, keys, kind: int):
+    scores = tile_math.dot(q_ref[rows], k_ref[keys], tile_math.NT)
+    if kind != schedule_lib.FULL:
+      segment, position = (tile_math.tiled(q_columns_ref[i, rows], part) for i in range(2))
+      if kind == schedule_lib.ONE:
+        sees = position >= own_ref[:, keys]
+      else:
+        sees = (segment == kv_ids_ref[0:1, keys]) & (position >= kv_ids_ref[1:2, keys])
       scores = jnp.where(sees, scores, tile_math.MASKED)
-    old = top_ref[...]
+    old = top_ref[rows]
     new = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
     weights = exponential(scores - tile_math.tiled(new, part))
     shrink = exponential(old - new)
     lanes = [weights[:, i : i + tile_math.LANES] for i in range(0, part, tile_math.LANES)]
-    total_ref[...] = total_ref[...] * shrink + sum(lanes[1:], lanes[0])
-    top_ref[...] = new
+    total_ref[rows] = total_ref[rows] * shrink + sum(lanes[1:], lanes[0])
+    top_ref[rows] = new
     add = tile_math.dot(weights.astype(v_ref.dtype), v_ref[keys], tile_math.NN)
-    acc_ref[...] = acc_ref[...] * tile_math.tiled(shrink, dim) + add
+    acc_ref[rows] = acc_ref[rows] * tile_math.tiled(shrink, dim) + add
 
   @tile_math.when(kinds == full)
   def _():
     for i in range(count):
-      step(slice(i * part, (i + 1) * part), False)
+      step(slice(None), slice(i * part, (i + 1) * part), schedule_lib.FULL)
 
   @tile_math.when((kinds != full) & (kinds != 0))
   def _():
+    # Keys of other segments lie behind every query.
+    own = kv_ids_ref[0:1] == q_ids_ref[0:1, 0:1]
+    own_ref[...] = jnp.where(own, kv_ids_ref[1:2], jnp.iinfo(jnp.int32).max)
     some = 2 - count % 2
+    strip = _STRIP if size % _STRIP == 0 else size
+
+    def several(start, kind: int):
+      for j in range(some):
+        keys = pl.ds(pl.multiple_of((start + j) * part, part), part)
+        for row in range(0, size, strip):
+          step(slice(row, row + strip), keys, kind)
 
     def one(i, carry):
-      @tile_math.when(item.kind_of(i * some, some) != 0)
-      def _():
-        for j in range(some):
-          step(pl.ds(pl.multiple_of((i * some + j) * part, part), part), True)
-
+      here = item.kind_of(i * some, some)
+      one = schedule_lib.of_one_segment(here, some)
+      tile_math.when(one != 0)(lambda: several(i * some, schedule_lib.ONE))
+      tile_math.when((here != 0) & (one == 0))(lambda: several(i * some, schedule_lib.PARTIAL))
       return carry
 
     lax.fori_loop(0, count // some, one, 0)
@@ -180,6 +196,7 @@ def forward(
         pltpu.VMEM((block_q, tile_math.LANES), jnp.float32),
         pltpu.VMEM((block_q, dim), jnp.float32),
         pltpu.VMEM((2, block_q, tile_math.LANES), jnp.int32),
+        pltpu.VMEM((1, block_kv), jnp.int32),
       ],
     ),
     out_shape=[

@@ -19,7 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-DEAD, PARTIAL, FULL = 0, 1, 2
+# ONE is partial too, for queries of one segment.  A block of queries has parts of kinds DEAD and PARTIAL,
+# or of DEAD, FULL and ONE: `FULL & ONE` tells which.
+DEAD, PARTIAL, FULL, ONE = 0, 1, 2, 3
 # Bits of `Schedule.blocks`: row of the batch, outer block, inner block.
 _INNER_BITS, _OUTER_BITS, _BATCH_BITS = 11, 11, 9
 # Bits of `Schedule.parts`: first and last item of the outer block, then two for each part.
@@ -84,6 +86,11 @@ def all_full(parts: int) -> int:
   return sum(FULL << 2 * i for i in range(parts))
 
 
+def of_one_segment(kinds, parts: int):
+  """Not 0 where parts, some of them live, are visited by queries of one segment, none padding."""
+  return kinds & sum((FULL & ONE) << 2 * i for i in range(parts))
+
+
 def unpack(packed):
   """(row, outer block, inner block) of an item."""
   inner = packed & (2**_INNER_BITS - 1)
@@ -142,7 +149,10 @@ def kinds(
   block_q: int,
   block_kv: int,
 ) -> Int[Array, "B S/block_q T/block_kv"]:
-  """DEAD (nothing visible), FULL (everything visible), or PARTIAL for each pair of blocks."""
+  """Kind of each pair of blocks: DEAD (nothing visible), FULL (everything), or in between.
+
+  In between is ONE where all queries are of one segment, none padding, else PARTIAL.
+  """
   q = _bounds(q_segment_ids, q_positions, block_q)
   k = _bounds(kv_segment_ids, kv_positions, block_kv)
   q = jax.tree.map(lambda x: x[:, :, None], q)
@@ -152,7 +162,7 @@ def kinds(
   )
   live = reached & (k.greatest[0] >= q.least[0])
   full = q.same & k.same & (q.least[0] == k.least[0]) & (q.positions[0] >= k.positions[1])
-  return jnp.where(full, FULL, jnp.where(live, PARTIAL, DEAD))
+  return jnp.where(full, FULL, jnp.where(live, jnp.where(q.same, ONE, PARTIAL), DEAD))
 
 
 def plan(kind_of_parts: Int[Array, "B outer inner parts"]) -> Schedule:

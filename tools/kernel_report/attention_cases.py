@@ -33,6 +33,13 @@ _MODELS = (
 )
 
 
+_NAMES = {
+  "visible": "visible blocks",
+  "one segment": "masked blocks of one segment",
+  "masked": "masked blocks",
+}
+
+
 def _case(model: _Model, which: str, kind: str) -> KernelCase:
   forward = which == "forward"
   tiles = _FORWARD if forward else _BACKWARD
@@ -46,7 +53,7 @@ def _case(model: _Model, which: str, kind: str) -> KernelCase:
   # writes the three gradients, that of the queries in float32 and read as often as written.
   elements = 2 * queries + 2 * keys if forward else 2 * queries + 4 * queries + 4 * keys
   return KernelCase(
-    name=f"ours: {model.name} attention {which}, {kind} blocks",
+    name=f"ours: {model.name} attention {which}, {_NAMES[kind]}",
     builder="tools.kernel_report.attention_kernels:flash",
     arguments={**one, **arguments, "kind": kind},
     kernel=f"flash_attention_{which}",
@@ -60,6 +67,6 @@ def _case(model: _Model, which: str, kind: str) -> KernelCase:
 CASES: tuple[KernelCase, ...] = tuple(
   _case(model, which, kind)
   for model in _MODELS
-  for which in ("forward", "backward")
-  for kind in ("visible", "masked")
+  for which, kinds in (("forward", tuple(_NAMES)), ("backward", ("visible", "masked")))
+  for kind in kinds
 )

@@ -7,6 +7,8 @@ from typing import Any
 from kernels.attention import pallas_backward, pallas_forward, schedule, tile_math
 from tools.kernel_report import public_kernels
 
+_KINDS = {"visible": schedule.FULL, "masked": schedule.PARTIAL, "one segment": schedule.ONE}
+
 
 def flash(
   *,
@@ -34,8 +36,8 @@ def flash(
     block_q: Queries per block.
     block_kv: Keys per block.
     part: Keys per product.
-    kind: `visible` or `masked`: every pair of blocks is, which the compiler knows; `listed` takes
-      pairs of blocks from prefetched lists, as a training step does.
+    kind: `visible`, `masked` or `one segment` (masked): every pair of blocks is, which the compiler
+      knows; `listed` takes pairs of blocks from prefetched lists, as a training step does.
     buffers: Partial sums of the queries' gradient.
   """
   import math
@@ -47,9 +49,7 @@ def flash(
     outer, inner = inner, outer
   known = None
   if kind != "listed":
-    known = schedule.Known(
-      outer, inner, {"visible": schedule.FULL, "masked": schedule.PARTIAL}[kind]
-    )
+    known = schedule.Known(outer, inner, _KINDS[kind])
   common: dict[str, Any] = {
     "exponential": tile_math.Exponential(math.log(2.0), True),
     "block_q": block_q,
