@@ -1,8 +1,9 @@
 """Pallas TPU kernel of the dispatch: tokens copied to the rows of the experts' buffer.
 
-Each row of a tile is one copy from HBM, of the word row (two bfloat16 tokens) that holds its token;
-the next tile's copies run while of this one's words the wanted halves are taken.  Tiles that no
-expert owns read nothing.
+A row of bfloat16 shares its 32-bit words with the row beside it and cannot be copied alone, so tokens
+come with the words of one row made of its left and its right half (`to_words`).  Each row of a tile
+is one copy from HBM; the next tile's copies run while this one's words are taken apart.  Tiles that
+no expert owns read nothing.
 """
 
 from __future__ import annotations
@@ -14,24 +15,39 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from kernels.moe_dispatch import row_copies
 
 ROWS = 256  # of a tile
-_STEP = 64  # rows taken at a time, whose masks stay in registers
+_STEP = 64  # rows taken at a time
 
 
-def _kernel(total, first_ref, next_ref, token_ref, x_ref, out_ref, buffer, semaphores, *, even):
+def to_words(x: Float[Array, "T N"]) -> Shaped[Array, "T W"]:
+  """Tokens as words of 32 bits: column c of bfloat16 below, column c + N / 2 above; float32 as it is.
+
+  Zeros are appended where N or T are not in whole tiles of memory.
+
+  Raises:
+    ValueError: `x` has another type.
+  """
+  per_word = row_copies.rows_in_word(x.dtype)
+  x = jnp.pad(x, ((0, -x.shape[0] % 8), (0, -x.shape[1] % (128 * per_word))))
+  if per_word == 1:
+    return x
+  bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+  half = x.shape[1] // 2
+  return bits[:, :half] | bits[:, half:] << 16
+
+
+def _kernel(total, first_ref, next_ref, words_ref, out_ref, buffer, semaphores, *, even, interpret):
   tile, last = pl.program_id(0), pl.num_programs(0) - 1
   slot = lax.rem(tile, 2)
-  words_ref = row_copies.as_words(x_ref)
-  per_word = row_copies.rows_in_word(x_ref.dtype)
   held = lambda t: ROWS if even else jnp.clip(total[0] - t * ROWS, 0, ROWS)
 
   def start(t, slot, index_ref):
     target = buffer.at[slot], semaphores.at[slot]
-    row_copies.start(words_ref, index_ref.at[0, 0], held(t), *target)
+    row_copies.start(words_ref, 8, index_ref.at[0, 0], held(t), *target, interpret)
 
   @pl.when(tile == 0)
   def _():
@@ -44,92 +60,105 @@ def _kernel(total, first_ref, next_ref, token_ref, x_ref, out_ref, buffer, semap
   count = held(tile)
   row_copies.wait(count, buffer.at[slot], semaphores.at[slot])
 
-  @pl.when(count > 0)
-  def _():
-    width = out_ref.shape[1]
-    words = buffer.at[slot].reshape(ROWS, width)
-    live = lax.broadcasted_iota(jnp.int32, (ROWS, 128), 0) < count
-    if per_word == 2:
-      # The lower half's bits go to the upper half, where bfloat16 is a float32 of zero low bits.
-      odd = row_copies.columns(token_ref[0] & 1) > 0
-      shift, keep = jnp.where(odd, 0, 16), jnp.where(live, -0x10000, 0)
-      shift, keep = shift.astype(jnp.uint32), keep.astype(jnp.uint32)
+  def take(whole):
+    half = buffer.shape[2] * 128
     for row in range(0, ROWS, _STEP):
       rows = slice(row, row + _STEP)
-      for at in range(0, width, 128):
-        columns = slice(at, at + 128)
-        if per_word == 2:
-          taken = (words[rows, columns] << shift[rows]) & keep[rows]
-          taken = lax.bitcast_convert_type(taken, jnp.float32)
-        else:
-          taken = jnp.where(live[rows], words[rows, columns], 0.0)
-        out_ref[rows, columns] = taken.astype(out_ref.dtype)
+      live = row + lax.broadcasted_iota(jnp.int32, (_STEP, 128), 0) < count
+      for at in range(0, half, 128):
+        words = row_copies.read(buffer.at[slot], rows, at)
+        if not whole:
+          words = jnp.where(live, words, jnp.zeros_like(words))
+        if buffer.dtype == out_ref.dtype:
+          out_ref[rows, at : at + 128] = words
+          continue
+        for part, place in ((words, at), (words >> 16, half + at)):
+          bits = part.astype(jnp.uint16)
+          out_ref[rows, place : place + 128] = lax.bitcast_convert_type(bits, out_ref.dtype)
+
+  @pl.when(count == ROWS)
+  def _():
+    take(True)
+
+  @pl.when((count > 0) & (count < ROWS))
+  def _():
+    take(False)
 
   @pl.when(count == 0)
   def _():
     out_ref[...] = jnp.zeros_like(out_ref)
 
 
-@functools.partial(jax.jit, static_argnames=("even", "interpret"))
-def take(
-  x: Float[Array, "T N"],
+@functools.partial(jax.jit, static_argnames=("width", "dtype", "even", "interpret"))
+def take_words(
+  words: Shaped[Array, "T W"],
   tokens: Int[Array, " M"],
   total: Int[Array, ""],
   *,
+  width: int,
+  dtype,
   even: bool = False,
   interpret: bool = False,
 ) -> Float[Array, "M N"]:
   """The token of each row; zero from row `total` on.
 
   Args:
-    x: Tokens, bfloat16 or float32.
+    words: Tokens, from `to_words`.
     tokens: Token of each row; legal in every row.
     total: Rows that are somebody's.
+    width: N.
+    dtype: Of the tokens, bfloat16 or float32.
     even: For static profiles, which cannot follow data: all rows are.
     interpret: Run the kernel in the Pallas interpreter, on any device.
-
-  Raises:
-    ValueError: `x` has another type.
   """
-  rows, width = tokens.shape[0], x.shape[1]
-  x = row_copies.whole(x)
-  wide, tiles = x.shape[1], -(-rows // ROWS)
+  rows, columns, dtype = tokens.shape[0], words.shape[1], jnp.dtype(dtype)
+  wide, tiles = columns * row_copies.rows_in_word(dtype), -(-rows // ROWS)
   tokens = jnp.pad(tokens, (0, tiles * ROWS - rows)).reshape(tiles, 1, ROWS)
-  words = tokens // row_copies.rows_in_word(x.dtype)
+  first = row_copies.first_pieces(tokens, words.dtype, columns)
   listed = (1, 1, ROWS)
   scalars = lambda index: pl.BlockSpec(listed, index, memory_space=pltpu.SMEM)
   out = pl.pallas_call(
-    functools.partial(_kernel, even=even),
+    functools.partial(_kernel, even=even, interpret=interpret),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=1,
       grid=(tiles,),
       in_specs=[
         scalars(lambda t, *_: (0, 0, 0)),
         scalars(lambda t, *_: (jnp.minimum(t + 1, tiles - 1), 0, 0)),
-        pl.BlockSpec(listed, lambda t, *_: (t, 0, 0)),
         pl.BlockSpec(memory_space=pl.ANY),
       ],
       out_specs=pl.BlockSpec((ROWS, wide), lambda t, *_: (t, 0)),
       scratch_shapes=[
-        pltpu.VMEM(
-          (2, ROWS // row_copies.COPIES, row_copies.COPIES, wide), row_copies.word_type(x.dtype)
-        ),
+        pltpu.VMEM((2, *row_copies.buffer_shape(ROWS, columns)), words.dtype),
         pltpu.SemaphoreType.DMA((2,)),
       ],
     ),
-    out_shape=jax.ShapeDtypeStruct((rows, wide), x.dtype),
+    out_shape=jax.ShapeDtypeStruct((rows, wide), dtype),
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("arbitrary",),
       vmem_limit_bytes=row_copies.vmem_limit(even),
       **row_copies.UNCHECKED,
     ),
     cost_estimate=pl.CostEstimate(
-      flops=2 * tiles * ROWS * ROWS * 128,
-      # At worst every row reads a whole row of words.
-      bytes_accessed=rows * wide * (4 + x.dtype.itemsize),
-      transcendentals=0,
+      flops=0, bytes_accessed=2 * rows * columns * 4, transcendentals=0
     ),
     interpret=interpret,
     name="moe_gather",
-  )(jnp.reshape(total, (1,)).astype(jnp.int32), words, words, tokens, x)
+  )(jnp.reshape(total, (1,)).astype(jnp.int32), first, first, row_copies.pieces(words, interpret))
   return out[:, :width]
+
+
+def take(
+  x: Float[Array, "T N"],
+  tokens: Int[Array, " M"],
+  total: Int[Array, ""],
+  *,
+  interpret: bool = False,
+) -> Float[Array, "M N"]:
+  """`take_words` of tokens, which are made words first: a pass over all of them, by XLA.
+
+  Raises:
+    ValueError: `x` has another type than bfloat16 or float32.
+  """
+  shape = {"width": x.shape[1], "dtype": x.dtype}
+  return take_words(to_words(x), tokens, total, interpret=interpret, **shape)

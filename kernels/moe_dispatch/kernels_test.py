@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.moe_dispatch import moe_dispatch, row_copies, unsort, word_lists
+from kernels.moe_dispatch import gather, moe_dispatch, row_copies, unsort, word_lists
 
 _TOKENS, _WIDTH = 600, 200  # no multiples of a tile of tokens, nor of 128 lanes
 _FLOAT32, _BFLOAT16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
@@ -179,6 +179,14 @@ def _no_mask(selection):
   return wrong
 
 
+def _halves_changed(to_words):
+  return lambda x: (to_words(x) >> 16) | (to_words(x) << 16)
+
+
+def _next_piece(first_pieces):
+  return lambda words, *shape: first_pieces(words ^ 1, *shape)
+
+
 @pytest.mark.parametrize(
   ("module", "name", "fault", "op"),
   [
@@ -186,8 +194,9 @@ def _no_mask(selection):
     (word_lists, "make", _next_token, _only_sum),
     (word_lists, "make", _no_second_visit, _only_sum),
     (unsort, "_selection", _no_mask, _only_sum),
-    # The gather takes the other token of its pair.
-    (row_copies, "columns", lambda columns: lambda row: 1 - columns(row), _only_dispatch),
+    (row_copies, "first_pieces", _next_piece, _only_sum),
+    (row_copies, "first_pieces", _next_piece, _only_dispatch),
+    (gather, "to_words", _halves_changed, _only_dispatch),
   ],
 )
 def test_planted_faults_are_caught(module, name, fault, op, monkeypatch):

@@ -11,7 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-COPIES = 8  # started and awaited together
+COPIES = 8  # started together
+_UNROLLED = 4  # times that, where there are as many
 TYPES = (jnp.bfloat16, jnp.float32)
 
 
@@ -25,11 +26,13 @@ def vmem_limit(profiled: bool | int) -> int:
 
 
 def rows_in_word(dtype) -> int:
-  """Rows that share a row of words: 2 or 1.
+  """Rows that share a row of words: 2, or 1, as of words themselves.
 
   Raises:
     ValueError: Not one of `TYPES`.
   """
+  if dtype == jnp.uint32:
+    return 1
   if dtype not in TYPES:
     raise ValueError(f"the kernels of moe_dispatch take bfloat16 or float32 rows, not {dtype}")
   return 4 // dtype.itemsize
@@ -46,45 +49,98 @@ def whole(x):
   return jnp.pad(x, ((0, -x.shape[0] % rows), (0, -x.shape[1] % 128)))
 
 
+def pieces(x, interpret: bool):
+  """The memory of an array of whole tiles, as it lies: one row of 128 lanes after the other.
+
+  A row of words is every `sublanes`-th of these pieces, so that one number says where it begins; from
+  row and column the compiler would work it out with five operations for each copy.
+
+  Returns:
+    [pieces, rows in a word, 128]; no copy where the array lies in tiles of eight rows by 128 columns.
+  """
+  # A copy's pieces are first cut out with those between them, which the interpreter keeps inside.
+  x = jnp.pad(x, ((0, 8 if interpret else 0), (0, 0)))
+  rows, columns = x.shape
+  tiled = x.reshape(rows // 8, 8, columns // 128, 128).swapaxes(1, 2)
+  return tiled.reshape(-1, rows_in_word(x.dtype), 128)
+
+
+def first_pieces(words, dtype, columns: int):
+  """First of the pieces of rows of words."""
+  sublanes = 8 // rows_in_word(dtype)
+  return words // sublanes * (sublanes * (columns // 128)) + words % sublanes
+
+
 def as_words(ref):
-  """Rows of words of an array in HBM."""
+  """Pieces in HBM as words."""
   return ref if rows_in_word(ref.dtype) == 1 else ref.bitcast(jnp.uint32)
+
+
+def buffer_shape(words: int, columns: int) -> tuple[int, ...]:
+  """Shape of a buffer of rows of words: the tiles that they are made of."""
+  return words // COPIES, columns // 128, COPIES, 128
+
+
+def read(buffer_ref, rows: slice, at: int):
+  """Rows of words of a buffer at the 128 columns from `at` on; whole groups of rows."""
+  groups = buffer_ref[rows.start // COPIES : rows.stop // COPIES, at // 128]
+  return groups.reshape(-1, 128)
 
 
 def _groups(count):
   return lax.div(count + COPIES - 1, COPIES)
 
 
-def start(words_ref, index_ref, count, buffer_ref, semaphore):
+def start(pieces_ref, sublanes: int, index_ref, count, buffer_ref, semaphore, interpret: bool):
   """Starts the copies of `count` rows of words, rounded up to `COPIES`.
 
   Args:
-    words_ref: Rows of words in HBM.
-    index_ref: Which rows, in scalar memory; legal beyond the count too.
+    pieces_ref: Words in HBM, `as_words` of `pieces`.
+    sublanes: Rows of words in a tile of HBM.
+    index_ref: Their first pieces, in scalar memory; legal beyond the count too.
     count: How many.
-    buffer_ref: Where to, [groups, COPIES, columns].
+    buffer_ref: Where to, `buffer_shape`.
     semaphore: Of these copies.
+    interpret: Keeps the loops short, which the interpreter compiles slowly.
   """
+  unrolled = 1 if interpret else _UNROLLED
+  columns = buffer_ref.shape[1]
 
-  def several(group, carry):
-    for k in range(COPIES):
-      word = index_ref[group * COPIES + k]
-      source, target = words_ref.at[pl.ds(word, 1)], buffer_ref.at[group, pl.ds(k, 1)]
-      pltpu.make_async_copy(source, target, semaphore).start()
+  def several(first, groups):
+    for g in range(groups):
+      for k in range(COPIES):
+        piece = index_ref[(first + g) * COPIES + k]
+        source = pieces_ref.at[pl.ds(piece, sublanes * columns)]
+        source = source.reshape(columns, sublanes, 1, 128).at[:, 0]
+        target = buffer_ref.at[first + g, :, pl.ds(k, 1)]
+        pltpu.make_async_copy(source, target, semaphore).start()
+
+  groups = _groups(count)
+  many = lax.div(groups, unrolled)
+
+  def step(i, carry):
+    several(i * unrolled, unrolled)
     return carry
 
-  lax.fori_loop(0, _groups(count), several, 0)
+  def rest(i, carry):
+    several(i, 1)
+    return carry
+
+  lax.fori_loop(0, many, step, 0)
+  if unrolled > 1:
+    lax.fori_loop(many * unrolled, groups, rest, 0)
 
 
 def wait(count, buffer_ref, semaphore):
   """Waits for what `start` started."""
 
-  def several(group, carry):
-    block = buffer_ref.at[group]
-    pltpu.make_async_copy(block, block, semaphore).wait()
-    return carry
-
-  lax.fori_loop(0, _groups(count), several, 0)
+  groups, size = _groups(count), buffer_ref.shape[0]
+  # In pieces of static sizes, the binary digits of the number.
+  size = 1 << (size.bit_length() - 1)
+  while size:
+    block = buffer_ref.at[pl.ds(0, size)]
+    pl.when(groups & size != 0)(pltpu.make_async_copy(block, block, semaphore).wait)
+    size //= 2
 
 
 def product(lhs, rhs):

@@ -57,21 +57,22 @@ class _Static:
 
 
 def _kernel(
-  strips, counts, first_ref, next_ref, places_ref, y_ref, out_ref, buffer, sums, semaphores, *, even
-):
+  strips, counts, first_ref, next_ref, places_ref, y_ref, out_ref, buffer, sums, semaphores,
+  *, even, interpret
+):  # fmt: skip
   if even:
     strips, counts = _Static(lambda v: v), _Static(lambda v: even)
   visit, last = pl.program_id(0), pl.num_programs(0) - 1
   slot = lax.rem(visit, 2)
   words_ref = row_copies.as_words(y_ref)
+  per_word = row_copies.rows_in_word(y_ref.dtype)
   tiles = range(word_lists.TILES)
 
   def start_visit(visit, slot, index_ref):
     for t in tiles:
       count = counts[visit * word_lists.TILES + t]
-      row_copies.start(
-        words_ref, index_ref.at[0, t], count, buffer.at[slot, t], semaphores.at[slot]
-      )
+      target = buffer.at[slot, t], semaphores.at[slot]
+      row_copies.start(words_ref, 8 // per_word, index_ref.at[0, t], count, *target, interpret)
 
   @pl.when(visit == 0)
   def _():
@@ -90,14 +91,15 @@ def _kernel(
     row_copies.wait(count[t], buffer.at[slot, t], semaphores.at[slot])
 
   def products(store):
-    per_word = row_copies.rows_in_word(y_ref.dtype)
     width = out_ref.shape[1]
-    held = [buffer.at[slot, t].reshape(word_lists.WORDS, width) for t in tiles]
+    every = slice(0, word_lists.WORDS)
     chosen = [_selection(places_ref[0, t : t + 1], word_lists.WORDS, per_word) for t in tiles]
     for at in range(0, width, _COLUMNS):
       size = min(_COLUMNS, width - at)
       for t, (one_hot, live) in zip(tiles, chosen, strict=True):
-        rows, wide = held[t][:, at : at + size], row_copies.widen(live, size)
+        lanes = range(at, at + size, 128)
+        rows = [row_copies.read(buffer.at[slot, t], every, lane) for lane in lanes]
+        rows, wide = jnp.concatenate(rows, axis=1), row_copies.widen(live, size)
         if per_word == 2:
           rows = pltpu.bitcast(rows & wide, jnp.bfloat16)
         else:
@@ -180,9 +182,9 @@ def sum_listed(
   per_word, wide = row_copies.rows_in_word(y.dtype), y.shape[1]
   listed = (1, word_lists.TILES, word_lists.WORDS)
   scalars = lambda index: pl.BlockSpec(listed, index, memory_space=pltpu.SMEM)
-  steps = word_lists.WORDS // row_copies.COPIES
+  words = row_copies.first_pieces(lists.words, y.dtype, wide)
   return pl.pallas_call(
-    functools.partial(_kernel, even=even),
+    functools.partial(_kernel, even=even, interpret=interpret),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=2,
       grid=(visits,),
@@ -197,7 +199,8 @@ def sum_listed(
       ),
       scratch_shapes=[
         pltpu.VMEM(
-          (2, word_lists.TILES, steps, row_copies.COPIES, wide), row_copies.word_type(y.dtype)
+          (2, word_lists.TILES, *row_copies.buffer_shape(word_lists.WORDS, wide)),
+          row_copies.word_type(y.dtype),
         ),
         pltpu.VMEM((tokens_of, wide), jnp.float32),
         pltpu.SemaphoreType.DMA((2,)),
@@ -216,4 +219,4 @@ def sum_listed(
     ),
     interpret=interpret,
     name="moe_unsort",
-  )(lists.strips, lists.counts, lists.words, lists.words, lists.places, y)
+  )(lists.strips, lists.counts, words, words, lists.places, row_copies.pieces(y, interpret))

@@ -92,8 +92,9 @@ def row_kernel(
     run = lambda x, pairs, sizes: gather.take(x, pairs // choices, sizes.sum())
     return lower(run, wide, pairs, sizes)
   if which == "gather":
-    part = lambda x, at, total: gather.take(x, at, total, even=True)
-    return lower(part, wide, pairs, ((), jnp.int32))
+    shape = {"width": width, "dtype": jnp.bfloat16}
+    part = lambda words, at, total: gather.take_words(words, at, total, even=True, **shape)
+    return lower(part, ((tokens, width // 2), jnp.uint32), pairs, ((), jnp.int32))
   if experts:
     shape = {"tokens": tokens, "choices": choices}
     return lower(lambda y, *lists: unsort.sum_rows(y, *lists, **shape), buffer, pairs, sizes)
