@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Shaped
 
+from kernels.fp8 import fp8
 from kernels.moe_dispatch import row_copies
 
 ROWS = 256  # of a tile
@@ -26,18 +27,43 @@ _STEP = 64  # rows taken at a time
 def to_words(x: Float[Array, "T N"]) -> Shaped[Array, "T W"]:
   """Tokens as words of 32 bits: column c of bfloat16 below, column c + N / 2 above; float32 as it is.
 
-  Zeros are appended where N or T are not in whole tiles of memory.
+  Columns of zeros are appended where N is not in whole tiles of memory.
 
   Raises:
     ValueError: `x` has another type.
   """
-  per_word = row_copies.rows_in_word(x.dtype)
-  x = jnp.pad(x, ((0, -x.shape[0] % 8), (0, -x.shape[1] % (128 * per_word))))
-  if per_word == 1:
-    return x
-  bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
-  half = x.shape[1] // 2
-  return bits[:, :half] | bits[:, half:] << 16
+  return _joined(*_halves(x, x.dtype))
+
+
+def dequantised_words(q: fp8.Quantised, dtype) -> Shaped[Array, "T W"]:
+  """`to_words` of rounded tokens in `dtype`.
+
+  The halves are dequantised apart: XLA would keep a whole that is used twice.
+  """
+  parts = _halves(q.values, dtype)
+  return _joined(*(fp8.dequantise(fp8.Quantised(part, q.scale), dtype) for part in parts))
+
+
+def _halves(x, dtype):
+  """Left and right columns of tokens of bfloat16, or all of them where `dtype` is float32."""
+  parts = row_copies.rows_in_word(jnp.dtype(dtype))
+  x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % (128 * parts))))
+  return jnp.split(x, parts, axis=1)
+
+
+def _joined(low, high=None):
+  if high is None:
+    return low
+  low, high = (lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) for x in (low, high))
+  return low | high << 16
+
+
+def from_words(words: Shaped[Array, "T W"], width: int, dtype) -> Float[Array, "T N"]:
+  """What `to_words` was given."""
+  if words.dtype != jnp.uint32:
+    return words[:, :width]
+  bits = jnp.concatenate([words.astype(jnp.uint16), (words >> 16).astype(jnp.uint16)], axis=1)
+  return lax.bitcast_convert_type(bits, dtype)[:, :width]
 
 
 def _kernel(total, first_ref, next_ref, words_ref, out_ref, buffer, semaphores, *, even, interpret):
@@ -112,6 +138,7 @@ def take_words(
     interpret: Run the kernel in the Pallas interpreter, on any device.
   """
   rows, columns, dtype = tokens.shape[0], words.shape[1], jnp.dtype(dtype)
+  words = jnp.pad(words, ((0, -words.shape[0] % 8), (0, 0)))
   wide, tiles = columns * row_copies.rows_in_word(dtype), -(-rows // ROWS)
   tokens = jnp.pad(tokens, (0, tiles * ROWS - rows)).reshape(tiles, 1, ROWS)
   first = row_copies.first_pieces(tokens, words.dtype, columns)
@@ -146,19 +173,3 @@ def take_words(
     name="moe_gather",
   )(jnp.reshape(total, (1,)).astype(jnp.int32), first, first, row_copies.pieces(words, interpret))
   return out[:, :width]
-
-
-def take(
-  x: Float[Array, "T N"],
-  tokens: Int[Array, " M"],
-  total: Int[Array, ""],
-  *,
-  interpret: bool = False,
-) -> Float[Array, "M N"]:
-  """`take_words` of tokens, which are made words first: a pass over all of them, by XLA.
-
-  Raises:
-    ValueError: `x` has another type than bfloat16 or float32.
-  """
-  shape = {"width": x.shape[1], "dtype": x.dtype}
-  return take_words(to_words(x), tokens, total, interpret=interpret, **shape)

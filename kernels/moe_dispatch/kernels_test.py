@@ -66,9 +66,11 @@ def _only_dispatch(p, x, y, implementation):
 def test_kernels_equal_plain_jax(dtype):
   p, *_ = _case(dtype)
   lists = _lists(p, 4 // dtype.itemsize)
-  counts = np.asarray(lists.counts).reshape(-1, word_lists.TILES)
+  visits = int(lists.visits[0])
+  counts = np.asarray(lists.counts).reshape(-1, word_lists.TILES)[:visits]
+  strips = np.asarray(lists.strips)[:visits]
   # More than one visit of a strip, a strip without words, a tile without words beside one with some.
-  assert (np.bincount(np.asarray(lists.strips)[counts.any(axis=1)], minlength=3) == 0).any()
+  assert (np.bincount(strips[counts.any(axis=1)], minlength=3) == 0).any()
   assert (counts == word_lists.WORDS).any() and not counts[:, 1].all()
   # The last row that is somebody's shares its word with NaN.
   assert not p.overflow and int(p.group_sizes.sum()) % 2 == 1
@@ -94,13 +96,14 @@ def test_lists_name_every_row_once(per_word):
   lists = _lists(p, per_word)
   tokens = np.asarray(p.pairs) // 4
   found = {}
-  for visit, strip in enumerate(np.asarray(lists.strips)):
+  every = np.asarray(lists.words)
+  assert (every >= 0).all() and (every * per_word < tokens.shape[0]).all()
+  for visit, strip in enumerate(np.asarray(lists.strips)[: int(lists.visits[0])]):
     for tile in range(word_lists.TILES):
-      count = int(lists.counts[visit * word_lists.TILES + tile])
-      words = np.asarray(lists.words[visit, tile])
-      assert (words >= 0).all() and (words * per_word < tokens.shape[0]).all()
-      assert not np.asarray(lists.places[visit, tile, count:]).any()
-      for word, place in zip(words[:count], np.asarray(lists.places[visit, tile])):
+      entry = visit * word_lists.TILES + tile
+      count, words = int(lists.counts[entry]), every[entry]
+      assert not np.asarray(lists.places[entry, count:]).any()
+      for word, place in zip(words[:count], np.asarray(lists.places[entry])):
         for half in range(per_word):
           if at := (int(place) >> (16 * half)) & 0xFFFF:
             row = int(word) * per_word + half
@@ -110,11 +113,21 @@ def test_lists_name_every_row_once(per_word):
   assert found == dict(enumerate(tokens[:live]))
 
 
+@pytest.mark.parametrize("dtype", [_FLOAT32, _BFLOAT16])
+def test_words_hold_the_tokens(dtype):
+  x = jnp.asarray(np.random.default_rng(0).normal(size=(7, 300)), dtype).at[3, 5].set(jnp.nan)
+  words = gather.to_words(x)
+  assert words.dtype.itemsize == 4 and words.shape == (7, 384 if dtype == _FLOAT32 else 256)
+  back = gather.from_words(words, 300, dtype)
+  assert back.dtype == dtype
+  np.testing.assert_array_equal(np.asarray(back, np.float32), np.asarray(x, np.float32))
+
+
 def test_a_word_is_copied_once_for_neighbours():
   """A run of rows of one expert costs half as many copies as rows."""
   tokens = jnp.arange(512, dtype=jnp.int32)
   lists = word_lists.make(tokens, jnp.array([512], jnp.int32), tokens=512, choices=1, per_word=2)
-  assert int(lists.counts.sum()) == 256
+  assert int(lists.counts[: int(lists.visits[0]) * word_lists.TILES].sum()) == 256
 
 
 def test_every_row_of_one_tile_fits_the_bound():
@@ -128,9 +141,11 @@ def test_every_row_of_one_tile_fits_the_bound():
       choices=1,
       per_word=2,
     )
-    named = np.asarray(lists.places)
+    visits = int(lists.visits[0])
+    assert visits <= lists.strips.shape[0]
+    named = np.asarray(lists.places)[: visits * word_lists.TILES]
     assert ((named & 0xFFFF) > 0).sum() + ((named >> 16) > 0).sum() == 4000
-    assert int(lists.strips[-1]) == 4096 // (word_lists.TILES * word_lists.TOKENS) - 1
+    assert int(lists.strips[visits - 1]) == 4096 // (word_lists.TILES * word_lists.TOKENS) - 1
 
 
 def test_refusals():
@@ -171,10 +186,10 @@ def _no_second_visit(make):
   return wrong
 
 
-def _no_mask(selection):
-  def wrong(*arguments):
-    one_hot, live = selection(*arguments)
-    return one_hot, jnp.full_like(live, 0xFFFFFFFF)
+def _nothing_to_clean(make):
+  def wrong(*arguments, **keywords):
+    lists = make(*arguments, **keywords)
+    return lists._replace(unclean=jnp.full_like(lists.unclean, -1))
 
   return wrong
 
@@ -193,7 +208,8 @@ def _next_piece(first_pieces):
     (word_lists, "make", _wrong_half, _only_sum),
     (word_lists, "make", _next_token, _only_sum),
     (word_lists, "make", _no_second_visit, _only_sum),
-    (unsort, "_selection", _no_mask, _only_sum),
+    (word_lists, "make", _nothing_to_clean, _only_sum),
+    (unsort, "_clean", lambda clean: lambda *_: None, _only_sum),
     (row_copies, "first_pieces", _next_piece, _only_sum),
     (row_copies, "first_pieces", _next_piece, _only_dispatch),
     (gather, "to_words", _halves_changed, _only_dispatch),

@@ -8,7 +8,7 @@ gather is written as the other gather, so that no gradient scatters rows.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels.base import implementation as implementation_lib
 from kernels.fp8 import fp8
-from kernels.moe_dispatch import gather, unsort
+from kernels.moe_dispatch import gather, unsort, word_lists
 
 
 class Plan(NamedTuple):
@@ -70,28 +70,27 @@ def plan(
   bits = max(1, (count - 1).bit_length())
   if (num_experts + 1) << bits > 1 << 32:
     raise ValueError(f"{num_experts} experts x {count} pairs do not fit in a 32-bit sort key")
-  flat = experts.reshape(-1).astype(jnp.int32) - first_expert
+  # One choice of all tokens after the other, as they lie: a token's few choices would fill a few lanes.
+  flat = experts.T.reshape(-1).astype(jnp.int32) - first_expert
   flat = jnp.where((flat >= 0) & (flat < num_experts), flat, num_experts).astype(jnp.uint32)
-  index = jnp.arange(count, dtype=jnp.uint32)
-  keys = lax.sort((flat << bits) | index, is_stable=False)
+  shape = (choices, tokens)
+  token, choice = (lax.broadcasted_iota(jnp.uint32, shape, axis).reshape(-1) for axis in (1, 0))
+  keys = lax.sort((flat << bits) | (token * choices + choice), is_stable=False)
   pairs = (keys & ((1 << bits) - 1)).astype(jnp.int32)
-  rows = (
-    jnp.zeros((count,), jnp.int32)
-    .at[pairs]
-    .set(jnp.arange(count, dtype=jnp.int32), unique_indices=True)
-  )
-  ends = jnp.searchsorted(
-    keys >> bits, jnp.arange(num_experts, dtype=jnp.uint32), side="right"
-  ).astype(jnp.int32)
+  place = pairs % choices * tokens + pairs // choices
+  order = jnp.arange(count, dtype=jnp.int32)
+  rows = jnp.zeros((count,), jnp.int32).at[place].set(order, unique_indices=True)
+  borders = jnp.arange(1, num_experts + 1, dtype=jnp.uint32) << bits
+  ends = word_lists.lower_bounds(keys, borders)
   held = jnp.minimum(ends, buffer_rows)
   sizes = jnp.diff(held, prepend=jnp.zeros((1,), jnp.int32))
   sent = rows < held[-1]
   elsewhere = rows % buffer_rows if spread_masked else 0
   return Plan(
     pairs[:buffer_rows],
-    jnp.where(sent, rows, elsewhere).reshape(tokens, choices),
+    jnp.where(sent, rows, elsewhere).reshape(shape).T,
     sizes,
-    sent.reshape(tokens, choices),
+    sent.reshape(shape).T,
     ends[-1] > buffer_rows,
   )
 
@@ -100,17 +99,32 @@ def _owned(p: Plan):
   return (jnp.arange(p.pairs.shape[0]) < jnp.sum(p.group_sizes))[:, None]
 
 
-def _take_tokens(x, p: Plan, implementation):
-  choices = p.rows.shape[1]
+def _gathered(x, axes, travel, implementation):
+  """All ranks' tokens: as they are for `reference`, else as words of the kernel."""
+  plain = implementation == "reference"
+  gather_rows = lambda x: lax.all_gather(x, axes, axis=0, tiled=True) if axes else x
+  if travel is not None:
+    q = fp8.quantise_rows(x, travel)
+    q = fp8.Quantised(gather_rows(q.values), gather_rows(q.scale))
+    return fp8.dequantise(q, x.dtype) if plain else gather.dequantised_words(q, x.dtype)
+  # Words are a pass over all tokens, so they are made before those are gathered.
+  return gather_rows(x if plain else gather.to_words(x))
 
-  def plain(x, pairs, sizes):
+
+def _take_tokens(x, p: Plan, implementation, axes, travel):
+  choices, shape = p.rows.shape[1], {"width": x.shape[1], "dtype": x.dtype}
+  words = _gathered(x, axes, travel, implementation)
+
+  def plain(words, pairs, sizes):
+    x = words if implementation == "reference" else gather.from_words(words, **shape)
     owned = jnp.arange(pairs.shape[0]) < jnp.sum(sizes)
     return jnp.where(owned[:, None], x[pairs // choices], 0)
 
-  def kernel(x, pairs, sizes, *, interpret):
-    return gather.take(x, pairs // choices, jnp.sum(sizes), interpret=interpret)
+  def kernel(words, pairs, sizes, *, interpret):
+    at, total = pairs // choices, jnp.sum(sizes)
+    return gather.take_words(words, at, total, interpret=interpret, **shape)
 
-  return implementation_lib.dispatch(implementation, kernel, plain, x, p.pairs, p.group_sizes)
+  return implementation_lib.dispatch(implementation, kernel, plain, words, p.pairs, p.group_sizes)
 
 
 def _take_rows(y, p: Plan):
@@ -118,7 +132,7 @@ def _take_rows(y, p: Plan):
   return jnp.where(p.sent[..., None], y[p.rows], 0)
 
 
-def _sum(y, p: Plan, implementation):
+def _sum(y, p: Plan, implementation, axes):
   tokens, choices = p.rows.shape
 
   def plain(y, p):
@@ -128,27 +142,36 @@ def _sum(y, p: Plan, implementation):
     shape = {"tokens": tokens, "choices": choices}
     return unsort.sum_rows(y, p.pairs, p.group_sizes, interpret=interpret, **shape)
 
-  return implementation_lib.dispatch(implementation, kernel, plain, y, p)
+  sums = implementation_lib.dispatch(implementation, kernel, plain, y, p)
+  return lax.psum_scatter(sums, axes, scatter_dimension=0, tiled=True) if axes else sums
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def dispatch(
-  x: Float[Array, "T N"], p: Plan, implementation: str = "reference"
+  x: Float[Array, "T N"],
+  p: Plan,
+  implementation: str = "reference",
+  axes: tuple[str, ...] = (),
+  travel: Any = None,
 ) -> Float[Array, "M N"]:
   """Copies each token to the rows of its pairs; rows that no expert owns are zero.
 
   Args:
-    x: Tokens; bfloat16 or float32 for the kernel.
+    x: Tokens, or with `axes` this rank's part of them; bfloat16 or float32 for the kernel.
     p: Where they go.
     implementation: One of `kernels.base.implementation.IMPLEMENTATIONS`, also of the derivative, which
       is `sum_rows`.
+    axes: Of the mesh, over whose ranks the tokens are gathered; the gradient is a sum over them in the
+      type of `x`.
+    travel: Eight-bit type in which they are, with a scale a token; the gradient does not see the
+      rounding.  None: their own.
   """
-  return _take_tokens(x, p, implementation)
+  return _take_tokens(x, p, implementation, axes, travel)
 
 
 dispatch.defvjp(
-  lambda x, p, implementation: (_take_tokens(x, p, implementation), p),
-  lambda implementation, p, grad: (_sum(grad, p, implementation), None),
+  lambda x, p, *how: (_take_tokens(x, p, *how), p),
+  lambda implementation, axes, travel, p, grad: (_sum(grad, p, implementation, axes), None),
 )
 
 
@@ -182,9 +205,13 @@ def _combine_backward(residuals, grad):
 combine.defvjp(lambda y, w, p: (_combine(y, w, p), (y, w, p)), _combine_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def sum_rows(
-  y: Float[Array, "M N"], p: Plan, implementation: str = "reference"
+  y: Float[Array, "M N"],
+  p: Plan,
+  implementation: str = "reference",
+  axes: tuple[str, ...] = (),
+  travel: Any = None,
 ) -> Float[Array, "T N"]:
   """Sum of each token's rows in float32, for rows that carry their weight already.
 
@@ -193,13 +220,18 @@ def sum_rows(
     p: Where they belong.
     implementation: As of `dispatch`, which is the derivative.  The kernel reads the rows that there
       are; plain JAX gathers a row for every pair.
+    axes: Of the mesh, over whose ranks the sums are added, each rank keeping its part of the tokens.
+    travel: Of the gradient, as of `dispatch`.
   """
-  return _sum(y, p, implementation)
+  return _sum(y, p, implementation, axes)
 
 
 sum_rows.defvjp(
-  lambda y, p, implementation: (_sum(y, p, implementation), p),
-  lambda implementation, p, grad: (_take_tokens(grad, p, implementation), None),
+  lambda y, p, implementation, axes, travel: (_sum(y, p, implementation, axes), p),
+  lambda implementation, axes, travel, p, grad: (
+    _take_tokens(grad, p, implementation, axes, travel),
+    None,
+  ),
 )
 
 
@@ -239,5 +271,5 @@ def dispatch_quantised(x: Float[Array, "T N"], p: Plan, dtype=fp8.E4M3) -> Float
 
 dispatch_quantised.defvjp(
   lambda x, p, dtype: (dispatch_quantised(x, p, dtype), p),
-  lambda dtype, p, grad: (_sum(grad, p, "reference"), None),
+  lambda dtype, p, grad: (_sum(grad, p, "reference", ()), None),
 )

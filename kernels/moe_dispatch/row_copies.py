@@ -101,34 +101,36 @@ def start(pieces_ref, sublanes: int, index_ref, count, buffer_ref, semaphore, in
     count: How many.
     buffer_ref: Where to, `buffer_shape`.
     semaphore: Of these copies.
-    interpret: Keeps the loops short, which the interpreter compiles slowly.
+    interpret: One copy a step: the interpreter compiles each of them for itself.
   """
-  unrolled = 1 if interpret else _UNROLLED
   columns = buffer_ref.shape[1]
+
+  def copy(group, k):
+    piece = index_ref[group * COPIES + k]
+    source = pieces_ref.at[pl.ds(piece, sublanes * columns)]
+    source = source.reshape(columns, sublanes, 1, 128).at[:, 0]
+    target = buffer_ref.at[group, :, pl.ds(k, 1)]
+    pltpu.make_async_copy(source, target, semaphore).start()
+
+  def loop(first, end, body):
+    def step(i, carry):
+      body(i)
+      return carry
+
+    lax.fori_loop(first, end, step, 0)
 
   def several(first, groups):
     for g in range(groups):
       for k in range(COPIES):
-        piece = index_ref[(first + g) * COPIES + k]
-        source = pieces_ref.at[pl.ds(piece, sublanes * columns)]
-        source = source.reshape(columns, sublanes, 1, 128).at[:, 0]
-        target = buffer_ref.at[first + g, :, pl.ds(k, 1)]
-        pltpu.make_async_copy(source, target, semaphore).start()
+        copy(first + g, k)
 
   groups = _groups(count)
-  many = lax.div(groups, unrolled)
-
-  def step(i, carry):
-    several(i * unrolled, unrolled)
-    return carry
-
-  def rest(i, carry):
-    several(i, 1)
-    return carry
-
-  lax.fori_loop(0, many, step, 0)
-  if unrolled > 1:
-    lax.fori_loop(many * unrolled, groups, rest, 0)
+  if interpret:
+    loop(0, groups * COPIES, lambda i: copy(lax.div(i, COPIES), lax.rem(i, COPIES)))
+    return
+  many = lax.div(groups, _UNROLLED)
+  loop(0, many, lambda i: several(i * _UNROLLED, _UNROLLED))
+  loop(many * _UNROLLED, groups, lambda i: several(i, 1))
 
 
 def wait(count, buffer_ref, semaphore):

@@ -26,24 +26,37 @@ from kernels.moe_dispatch import row_copies, word_lists
 _COLUMNS = 512  # of the result, multiplied at a time
 
 
-def _selection(places, count, per_word):
-  """[TOKENS, rows] of ones where a row of a word is a token's, and a mask of what is anyone's."""
-  token = 1 + lax.broadcasted_iota(jnp.int32, (word_lists.TOKENS, count), 0)
+def _selection(places, per_word):
+  """[TOKENS, rows] of ones where a row of a word is a token's: the words' first rows, then the second.
+
+  Args:
+    places: [1, WORDS] of a tile.
+    per_word: Rows in a word.
+  """
+  token = 1 + lax.broadcasted_iota(jnp.int32, (word_lists.TOKENS, word_lists.WORDS), 0)
   if per_word == 1:
-    return jnp.where(token == places, 1.0, 0.0), row_copies.columns(jnp.where(places > 0, 1, 0))
+    return jnp.where(token == places, 1.0, 0.0)
   halves = places & 0xFFFF, lax.shift_right_logical(places, 16)
-  word = lax.broadcasted_iota(jnp.int32, (count, 2 * count), 0)
-  row = lax.broadcasted_iota(jnp.int32, (count, 2 * count), 1)
-  ones = lambda where: jnp.where(where, 1.0, 0.0).astype(jnp.bfloat16)
-  # The rows of a word lie side by side: two products put the halves' columns there.
-  spread = [
-    row_copies.product(ones(token == half), ones(row == 2 * word + which))
-    for which, half in enumerate(halves)
-  ]
-  live = jnp.where(halves[0] > 0, 1, 0) | jnp.where(halves[1] > 0, 2, 0)
+  ones = [jnp.where(token == half, 1.0, 0.0).astype(jnp.bfloat16) for half in halves]
+  return jnp.concatenate(ones, axis=1)
+
+
+def _rows(words):
+  """[WORDS, N] words as [2 * WORDS, N] of bfloat16, in the order of `_selection`; float32 as it is."""
+  if words.dtype != jnp.uint32:
+    return words
+  halves = [part.astype(jnp.uint16) for part in (words, words >> 16)]
+  return lax.bitcast_convert_type(jnp.concatenate(halves, axis=0), jnp.bfloat16)
+
+
+def _clean(buffer_ref, places):
+  """Zero in the halves of a tile's words that are not somebody's."""
+  live = jnp.where(places & 0xFFFF > 0, 1, 0) | jnp.where(places >> 16 > 0, 2, 0)
   live = row_copies.columns(live)
   mask = jnp.where(live & 1 > 0, 0xFFFF, 0) | jnp.where(live & 2 > 0, -0x10000, 0)
-  return (spread[0] + spread[1]).astype(jnp.bfloat16), mask.astype(jnp.uint32)
+  mask = mask.astype(jnp.uint32).reshape(-1, row_copies.COPIES, 128)
+  for at in range(buffer_ref.shape[1]):
+    buffer_ref[:, at] = buffer_ref[:, at] & mask
 
 
 class _Static:
@@ -57,25 +70,29 @@ class _Static:
 
 
 def _kernel(
-  strips, counts, first_ref, next_ref, places_ref, y_ref, out_ref, buffer, sums, semaphores,
+  strips, counts, unclean, first_ref, next_ref, places_ref, y_ref, out_ref, buffer, sums, semaphores,
   *, even, interpret
 ):  # fmt: skip
   if even:
-    strips, counts = _Static(lambda v: v), _Static(lambda v: even)
+    strips, counts, unclean = (_Static(f) for f in (lambda v: v, lambda v: even, lambda v: -1))
   visit, last = pl.program_id(0), pl.num_programs(0) - 1
   slot = lax.rem(visit, 2)
   words_ref = row_copies.as_words(y_ref)
   per_word = row_copies.rows_in_word(y_ref.dtype)
   tiles = range(word_lists.TILES)
+  part = lambda t: slice(t * word_lists.WORDS, (t + 1) * word_lists.WORDS)
 
   def start_visit(visit, slot, index_ref):
     for t in tiles:
       count = counts[visit * word_lists.TILES + t]
       target = buffer.at[slot, t], semaphores.at[slot]
-      row_copies.start(words_ref, 8 // per_word, index_ref.at[0, t], count, *target, interpret)
+      indices = index_ref.at[0, 0, pl.ds(part(t).start, word_lists.WORDS)]
+      row_copies.start(words_ref, 8 // per_word, indices, count, *target, interpret)
 
   @pl.when(visit == 0)
   def _():
+    # What no copy has filled is multiplied by zero, and so must be finite.
+    buffer[...] = jnp.zeros_like(buffer)
     start_visit(0, 0, first_ref)
 
   @pl.when(visit < last)
@@ -90,22 +107,24 @@ def _kernel(
   for t in tiles:
     row_copies.wait(count[t], buffer.at[slot, t], semaphores.at[slot])
 
+  if per_word == 2:
+
+    @pl.when(visit == unclean[0])
+    def _():
+      for t in tiles:
+        _clean(buffer.at[slot, t], places_ref[0, :, part(t)])
+
   def products(store):
     width = out_ref.shape[1]
     every = slice(0, word_lists.WORDS)
-    chosen = [_selection(places_ref[0, t : t + 1], word_lists.WORDS, per_word) for t in tiles]
+    chosen = [_selection(places_ref[0, :, part(t)], per_word) for t in tiles]
     for at in range(0, width, _COLUMNS):
       size = min(_COLUMNS, width - at)
-      for t, (one_hot, live) in zip(tiles, chosen, strict=True):
+      for t in tiles:
         lanes = range(at, at + size, 128)
-        rows = [row_copies.read(buffer.at[slot, t], every, lane) for lane in lanes]
-        rows, wide = jnp.concatenate(rows, axis=1), row_copies.widen(live, size)
-        if per_word == 2:
-          rows = pltpu.bitcast(rows & wide, jnp.bfloat16)
-        else:
-          rows = jnp.where(wide > 0, rows, 0.0)
+        rows = [_rows(row_copies.read(buffer.at[slot, t], every, lane)) for lane in lanes]
         place = slice(t * word_lists.TOKENS, (t + 1) * word_lists.TOKENS), slice(at, at + size)
-        store(place, row_copies.product(one_hot, rows))
+        store(place, row_copies.product(chosen[t], jnp.concatenate(rows, axis=1)))
 
   @pl.when(some & opens & closes)
   def _():
@@ -141,8 +160,8 @@ def sum_rows(
   """Sum of each token's rows in float32, in the type of `y`.
 
   Args:
-    y: Rows, bfloat16 or float32; those of nobody are not used.  A value that is not finite reaches
-      the tile of tokens of its row.
+    y: Rows, bfloat16 or float32; those of nobody are not used.  A value of the others that is not
+      finite reaches any tokens of its tile and later ones.
     pairs: Flat pair of each row, as of `moe_dispatch.Plan`.
     group_sizes: Rows of each expert.
     tokens: T.
@@ -178,24 +197,26 @@ def sum_listed(
     interpret: As of `sum_rows`.
   """
   tokens_of = word_lists.TILES * word_lists.TOKENS
-  visits = -(-tokens // tokens_of) if even else lists.strips.shape[0]
+  strips = -(-tokens // tokens_of)
   per_word, wide = row_copies.rows_in_word(y.dtype), y.shape[1]
-  listed = (1, word_lists.TILES, word_lists.WORDS)
+  listed = (1, 1, word_lists.TILES * word_lists.WORDS)
+  flat = lambda a: a.reshape(-1, *listed[1:])
+  words = flat(row_copies.first_pieces(lists.words, y.dtype, wide))
   scalars = lambda index: pl.BlockSpec(listed, index, memory_space=pltpu.SMEM)
-  words = row_copies.first_pieces(lists.words, y.dtype, wide)
   return pl.pallas_call(
     functools.partial(_kernel, even=even, interpret=interpret),
     grid_spec=pltpu.PrefetchScalarGridSpec(
-      num_scalar_prefetch=2,
-      grid=(visits,),
+      num_scalar_prefetch=3,
+      # Few visits in practice, and an idle one costs as much as ten copies.
+      grid=(strips if even else lists.visits[0],),
       in_specs=[
         scalars(lambda v, *_: (0, 0, 0)),
-        scalars(lambda v, *_: (jnp.minimum(v + 1, visits - 1), 0, 0)),
+        scalars(lambda v, *_: (jnp.minimum(v + 1, words.shape[0] - 1), 0, 0)),
         pl.BlockSpec(listed, lambda v, *_: (v, 0, 0)),
         pl.BlockSpec(memory_space=pl.ANY),
       ],
       out_specs=pl.BlockSpec(
-        (tokens_of, wide), lambda v, strips, counts: (v if even else strips[v], 0)
+        (tokens_of, wide), lambda v, strips, *_: (v if even else strips[v], 0)
       ),
       scratch_shapes=[
         pltpu.VMEM(
@@ -213,10 +234,11 @@ def sum_listed(
       **row_copies.UNCHECKED,
     ),
     cost_estimate=pl.CostEstimate(
-      flops=2 * visits * tokens_of * word_lists.WORDS * per_word * wide,
+      flops=2 * strips * tokens_of * word_lists.WORDS * per_word * wide,
       bytes_accessed=(y.size // 2 + tokens * wide) * y.dtype.itemsize,
       transcendentals=0,
     ),
     interpret=interpret,
     name="moe_unsort",
-  )(lists.strips, lists.counts, words, words, lists.places, row_copies.pieces(y, interpret))
+  )(lists.strips, lists.counts, lists.unclean, words, words, flat(lists.places),
+    row_copies.pieces(y, interpret))  # fmt: skip

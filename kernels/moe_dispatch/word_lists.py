@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, UInt
 
 TOKENS = 128  # of a tile
 TILES = 2  # of a visit
@@ -26,18 +26,21 @@ class WordLists(NamedTuple):
   """Visits of the un-sort kernel, in the order of their tiles.
 
   Attributes:
-    strips: Which TILES * TOKENS tokens each visit is about; the last of them again after the last
-      visit with work.
-    counts: Words of each tile of each visit, flat; 0 after the last visit with work.
-    words: Row of words to copy; any legal one beyond the count.
+    strips: Which TILES * TOKENS tokens each visit is about.
+    counts: Words of each tile of each visit, flat.
+    words: Row of words to copy; beyond the count the last one again.
     places: Of the rows of each word: one plus the place in the tile of the token that owns it; 0
       where it belongs to another tile or to no one.  The second row's is in the upper 16 bits.
+    visits: How many visits there are; what the others' entries say means nothing.
+    unclean: The visit that has a word whose second row is nobody's, or -1.
   """
 
   strips: Int[Array, " V"]
   counts: Int[Array, " V*S"]
-  words: Int[Array, "V S W"]
-  places: Int[Array, "V S W"]
+  words: Int[Array, "V*S W"]
+  places: Int[Array, "V*S W"]
+  visits: Int[Array, "1"]
+  unclean: Int[Array, "1"]
 
 
 def limit(rows: int, tokens: int, experts: int, per_word: int) -> int:
@@ -49,6 +52,22 @@ def limit(rows: int, tokens: int, experts: int, per_word: int) -> int:
   strips = -(-tokens // (TILES * TOKENS))
   words = rows if per_word == 1 else min(rows, rows // per_word + experts * strips * TILES + 1)
   return strips + words // WORDS
+
+
+def lower_bounds(keys: UInt[Array, " N"], borders: UInt[Array, " B"]) -> Int[Array, " B"]:
+  """How many of the sorted keys are below each border: a search in two steps, each of them a count.
+
+  A binary search is a loop of small gathers, whose starts cost more than these comparisons.
+  """
+  size = 1 << (max(keys.shape[0].bit_length() - 1, 2) + 1) // 2
+  blocks = jnp.pad(
+    keys, (0, -keys.shape[0] % size), constant_values=jnp.uint32(0xFFFFFFFF)
+  ).reshape(-1, size)
+  # The last block that begins below a border; those after it have nothing below.
+  block = jnp.sum(blocks[:, 0] < borders[:, None], axis=1, dtype=jnp.int32) - 1
+  block = jnp.maximum(block, 0)
+  inside = jnp.sum(blocks[block] < borders[:, None], axis=1, dtype=jnp.int32)
+  return block * size + inside
 
 
 def make(
@@ -93,19 +112,28 @@ def make(
   keys = lax.sort(keys, is_stable=False)
 
   # Every entry of a tile, from where its keys begin to where the next tile's do.
-  borders = jnp.arange(tiles + 1, dtype=jnp.uint32) << bits
-  starts = jnp.searchsorted(keys, borders, side="left").astype(jnp.int32)
-  sizes = jnp.diff(starts).reshape(strips, TILES)
-  starts = starts[:-1].reshape(strips, TILES)
-  visits_of = jnp.maximum(-(-jnp.max(sizes, axis=1) // WORDS), 1)
+  starts = lower_bounds(keys, jnp.arange(tiles + 1, dtype=jnp.uint32) << bits)
+  sizes = jnp.diff(starts)
+  visits_of = jnp.maximum(-(-jnp.max(sizes.reshape(strips, TILES), axis=1) // WORDS), 1)
   ends = jnp.cumsum(visits_of)
-  visit = jnp.arange(limit(rows, tokens, group_sizes.shape[0], per_word), dtype=jnp.int32)
-  of = jnp.searchsorted(ends, visit, side="right", method="compare_all")
-  of = jnp.minimum(of, strips - 1).astype(jnp.int32)
-  done = ((visit - (ends - visits_of)[of]) * WORDS)[:, None]
-  counts = jnp.clip(sizes[of] - done, 0, WORDS)
+  visits = limit(rows, tokens, group_sizes.shape[0], per_word)
+  # One row a tile of a visit: a dimension of two would fill two sublanes of eight.
+  part = jnp.arange(visits * TILES, dtype=jnp.int32)
+  visit = part // TILES
+  of = jnp.sum(ends[None] <= visit[:, None], axis=1, dtype=jnp.int32)
+  of = jnp.minimum(of, strips - 1)
+  done = (visit - (ends - visits_of)[of]) * WORDS
+  tile = of * TILES + part % TILES
+  counts = jnp.clip(sizes[tile] - done, 0, WORDS)
   slot = jnp.arange(WORDS, dtype=jnp.int32)
-  at = jnp.minimum((starts[of] + done)[..., None] + slot, rows - 1)
-  row = jnp.minimum((keys[at] & ((1 << bits) - 1)).astype(jnp.int32), rows - 1)
-  places = jnp.where(slot < counts[..., None], packed[row], 0)
-  return WordLists(of, counts.reshape(-1), row // per_word, places)
+  # The last one again beyond the count: copies are rounded up, and must not bring what is nobody's.
+  last = (starts[tile] + sizes[tile] - 1)[:, None]
+  at = jnp.clip((starts[tile] + done)[:, None] + slot, 0, last)
+  row = (keys[at] & ((1 << bits) - 1)).astype(jnp.int32)
+  places = jnp.where(slot < counts[:, None], packed[row], 0)
+  word = row // per_word
+  total = jnp.sum(group_sizes)
+  half = jnp.where(total % per_word > 0, total // per_word, -1)
+  holds = jnp.any((word == half) & (slot < counts[:, None]), axis=1)
+  unclean = jnp.max(jnp.where(holds, visit, -1), keepdims=True)
+  return WordLists(of[::TILES], counts, word, places, ends[-1:], unclean)

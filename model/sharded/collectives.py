@@ -12,9 +12,8 @@ from typing import Any
 
 import jax
 from jax import lax
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Shaped
 
-from kernels.fp8 import fp8
 from model.sharded.layout import Axes, Leaf
 
 Tree = Any
@@ -78,52 +77,6 @@ def own_part(x: Shaped[Array, "..."], axis_name: str | Axes, axis: int) -> Shape
   """This rank's share of a value that every rank holds whole."""
   share = x.shape[axis] // lax.axis_size(axis_name)
   return lax.dynamic_slice_in_dim(x, lax.axis_index(axis_name) * share, share, axis)
-
-
-def _gather_rows(x, axes):
-  return lax.all_gather(x, axes, axis=0, tiled=True)
-
-
-def _scatter_sum(x, axes):
-  return lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True)
-
-
-def _gather_quantised(x, axes, dtype):
-  q = fp8.quantise_rows(x, dtype)
-  whole = fp8.Quantised(_gather_rows(q.values, axes), _gather_rows(q.scale, axes))
-  return fp8.dequantise(whole, x.dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gather_tokens(x: Float[Array, "T h"], axes: Axes, quantised: bool) -> Float[Array, "R*T h"]:
-  """Tokens of all ranks of `axes`; as e4m3 with a scale a token where `quantised`.
-
-  The gradient is summed over the ranks in the type of `x` and does not see the rounding.
-  """
-  return _gather_quantised(x, axes, fp8.E4M3) if quantised else _gather_rows(x, axes)
-
-
-gather_tokens.defvjp(
-  lambda x, axes, quantised: (gather_tokens(x, axes, quantised), None),
-  lambda axes, quantised, _, grad: (_scatter_sum(grad, axes),),
-)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def sum_tokens(y: Float[Array, "R*T h"], axes: Axes, quantised: bool) -> Float[Array, "T h"]:
-  """Sum over the ranks of `axes` of their parts of this rank's tokens.
-
-  The gradient is gathered; as e5m2 with a scale a token where `quantised`.
-  """
-  return _scatter_sum(y, axes)
-
-
-sum_tokens.defvjp(
-  lambda y, axes, quantised: (sum_tokens(y, axes, quantised), None),
-  lambda axes, quantised, _, grad: (
-    _gather_quantised(grad, axes, fp8.E5M2) if quantised else _gather_rows(grad, axes),
-  ),
-)
 
 
 def from_rank_before(x: Shaped[Array, "..."], axis_name: str) -> Shaped[Array, "..."]:

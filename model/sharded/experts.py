@@ -18,6 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from kernels.fp8 import fp8
 from kernels.gmm import expert_mlp
 from kernels.moe_dispatch import moe_dispatch
 from model import moe
@@ -141,7 +142,6 @@ def _run(cell: Cell, tokens, experts, weights, wi, wo):
   if ring:
     groups = cell.layout.size(axes)
     first = lax.axis_index(axes) * wi.shape[0]
-    tokens = collectives.gather_tokens(tokens, axes, options.moe_fp8_token_all_gather)
     experts = lax.all_gather(experts, axes, axis=0, tiled=True)
     weights = lax.all_gather(weights, axes, axis=0, tiled=True)
   kernels = cell.implementation
@@ -152,11 +152,14 @@ def _run(cell: Cell, tokens, experts, weights, wi, wo):
     buffer_rows=buffer_rows(options.ragged_buffer_factor, experts.size, groups),
     spread_masked=options.ragged_unsort_spread_masked_indices,
   )
-  rows = checkpoint_name(moe_dispatch.dispatch(tokens, plan, kernels), "moe_x_sorted")
+  # The dispatch gathers the tokens and scatters their sums, in a form that its kernel likes.
+  over = axes if ring else ()
+  forth = fp8.E4M3 if ring and options.moe_fp8_token_all_gather else None
+  back = fp8.E5M2 if ring and options.moe_fp8_bwd_dispatch else None
+  rows = moe_dispatch.dispatch(tokens, plan, kernels, over, forth)
+  rows = checkpoint_name(rows, "moe_x_sorted")
   row_weights = moe_dispatch.dispatch_weights(weights, plan).astype(jnp.float32)
   rows = _products(cell, rows, row_weights, wi, wo, plan.group_sizes)
-  out = moe_dispatch.sum_rows(rows, plan, kernels)
-  if ring:
-    out = collectives.sum_tokens(out, axes, options.moe_fp8_bwd_dispatch)
+  out = moe_dispatch.sum_rows(rows, plan, kernels, over, back)
   here = jnp.sum((experts >= first) & (experts < first + wi.shape[0]), dtype=jnp.int32)
   return out, here - jnp.sum(plan.group_sizes)

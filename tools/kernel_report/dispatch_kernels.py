@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from kernels.moe_dispatch import gather, moe_dispatch, unsort, word_lists
@@ -85,23 +86,24 @@ def row_kernel(
   """
   import jax.numpy as jnp
 
-  wide, buffer = ((tokens, width), jnp.bfloat16), ((buffer_rows, width), jnp.bfloat16)
+  words_of, buffer = ((tokens, width // 2), jnp.uint32), ((buffer_rows, width), jnp.bfloat16)
   pairs, sizes = ((buffer_rows,), jnp.int32), ((experts,), jnp.int32)
   lower = public_kernels.lower_on_one_slice
+  take = functools.partial(gather.take_words, width=width, dtype=jnp.bfloat16)
   if which == "gather" and experts:
-    run = lambda x, pairs, sizes: gather.take(x, pairs // choices, sizes.sum())
-    return lower(run, wide, pairs, sizes)
+    run = lambda words, pairs, sizes: take(words, pairs // choices, sizes.sum())
+    return lower(run, words_of, pairs, sizes)
   if which == "gather":
-    shape = {"width": width, "dtype": jnp.bfloat16}
-    part = lambda words, at, total: gather.take_words(words, at, total, even=True, **shape)
-    return lower(part, ((tokens, width // 2), jnp.uint32), pairs, ((), jnp.int32))
+    part = lambda words, at, total: take(words, at, total, even=True)
+    return lower(part, words_of, pairs, ((), jnp.int32))
   if experts:
     shape = {"tokens": tokens, "choices": choices}
     return lower(lambda y, *lists: unsort.sum_rows(y, *lists, **shape), buffer, pairs, sizes)
   visits = tokens // (word_lists.TOKENS * word_lists.TILES)
-  listed = ((visits, word_lists.TILES, word_lists.WORDS), jnp.int32)
+  listed = ((visits * word_lists.TILES, word_lists.WORDS), jnp.int32)
   add = lambda y, *lists: unsort.sum_listed(
     y, word_lists.WordLists(*lists), tokens=tokens, even=words
   )
   counts = ((visits * word_lists.TILES,), jnp.int32)
-  return lower(add, buffer, ((visits,), jnp.int32), counts, listed, listed)
+  one = ((1,), jnp.int32)
+  return lower(add, buffer, ((visits,), jnp.int32), counts, listed, listed, one, one)
