@@ -23,6 +23,8 @@ _BASE = 16
 # Rows of a weight tile of the matrix unit.
 _DEPTH = 256
 L2_EPS = 1e-6
+# Its exponential is exactly zero.
+_NEVER = -1e30
 
 ROWS_COLS = (((1,), (0,)), ((), ()))  # a b
 ROWS_ROWS = (((1,), (1,)), ((), ()))  # a b^T
@@ -245,7 +247,7 @@ class Chunk:
     row, column = self.positions()
     allowed = (row >= column) & (gates.segment == segment_row)
     b = self.columns([gates.b[:, h : h + 1] for h in heads], self.tokens)
-    return jnp.where(allowed, jnp.exp(jnp.where(allowed, b - b_row, 0.0)), 0.0)
+    return jnp.exp(jnp.where(allowed, b - b_row, _NEVER))
 
   def _block_columns(self, diagonals, select):
     """Column j of every block over its lanes, for every j: [matrix][j], [base, pack * C] each."""
