@@ -91,9 +91,7 @@ def _kernel(*given, shape: layout.Shape, exact: bool, has_values, want_output, w
   betas, seen_scales = chunk.spread(columns[:2], select_ref[...])
   wide = lambda x, n: chunk.columns([x[:, h : h + 1] for h in indices[n]], dv)
   below = [jnp.where(strict, key.kk, 0.0) for key in keys]
-  lower = [
-    chunk.narrow(betas[:, at(n)]) * below[group] * decays[n] for n, (group, _) in numbered
-  ]
+  lower = [chunk.narrow(betas[:, at(n)]) * below[group] * decays[n] for n, (group, _) in numbered]
   inverses = chunk.inverses(lower, block_ref[...])
 
   inputs = []
