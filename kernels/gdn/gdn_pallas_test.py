@@ -157,6 +157,15 @@ def test_odd_heads_and_chunks_of_two_blocks():
     assert _relative(a, b) <= (2e-5 if name in ("dA_log", "ddt_bias") else 2e-6), name
 
 
+@pytest.mark.parametrize("chunk", [16, 32])
+def test_heads_wider_than_the_chunks_of_a_pair(chunk):
+  """Channels of a published model's heads: 128 lanes, of which two heads' C x C matrices fill a part."""
+  inputs = _inputs(jnp.float32, [_row([20, 17], 40)], key_heads=1, dim=128, seed=2)
+  got = _value_and_gradients(_kernels(chunk_size=chunk), *inputs)
+  for name, a, b in zip(_NAMES, got, _expected(*inputs)):
+    assert _relative(a, b) <= (2e-5 if name in ("dA_log", "ddt_bias") else 2e-6), name
+
+
 def _correlated():
   inputs = _inputs(jnp.bfloat16, [_row([128], 128)], key_heads=1, dim=128, correlated=True)
   got = _value_and_gradients(_kernels(chunk_size=64), *inputs)

@@ -233,7 +233,7 @@ class Chunk:
       row = self._lane((8, x.shape[1]), 0)
       tail = x[self.tokens - 8 :] + jnp.where(row == 7, last, 0.0)
       x = jnp.concatenate([x[: self.tokens - 8], tail], axis=0)
-    if self.pack == 1 or x.shape[1] % square.shape[1]:
+    if self.pack == 1 or x.shape[1] != square.shape[1]:
       square = self.halves(square)[head]
       return jnp.sum(x, axis=1, keepdims=True) + jnp.sum(square, axis=1, keepdims=True)
     mine = self._lane(square.shape) >> _log2(self.tokens) == head
