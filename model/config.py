@@ -283,7 +283,7 @@ class ModelOptions(attention_options.AttentionOptions, gmm_options.GmmOptions):
   )
   kernel_implementation: str = options.option(
     "reference",
-    help="How Gated DeltaNet, softmax attention, the experts' dispatch, (with use_tokamax_gmm) the experts "
+    help="How Gated DeltaNet, softmax attention, the RMS norms, the experts' dispatch, (with use_tokamax_gmm) the experts "
     "and the log-prob head run where their channels fill a TPU's lanes: auto takes Pallas kernels where a "
     "program is compiled for a "
     "TPU and plain JAX elsewhere (attention of up to 1,024 x 1,024 tokens is plain JAX there too), "

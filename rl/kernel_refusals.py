@@ -90,8 +90,8 @@ KERNEL_RULES = (
     broken=lambda s: (
       bool(_changed(s, _ATTENTION)) and s.kernel_implementation == "auto" and _few_scores(s)
     ),
-    reason="rows of up to 1,024 tokens take the whole score matrix in plain JAX, which has no "
-    "blocks; leave the sa_ keys and dq_reduction_steps alone or lengthen row_tokens",
+    reason="up to 1,024 x 1,024 scores of a rank's queries and the row's keys are one matrix in plain "
+    "JAX, which has no blocks; leave the sa_ keys and dq_reduction_steps alone or lengthen row_tokens",
     accepted={**_KERNELS, "sa_block_q": 512, "row_tokens": 2048},
     refused={**_KERNELS, "sa_block_q": 512, "row_tokens": 1024},
   ),
@@ -102,8 +102,20 @@ KERNEL_RULES = (
       s.gdn_fwd_kernel_head_group_size != 1 and s.kernel_implementation == "reference"
     ),
     reason="plain JAX has no grid steps; add --kernel_implementation=auto or leave the group at 1",
-    accepted={"gdn_fwd_kernel_head_group_size": 4, "kernel_implementation": "auto"},
+    accepted={**_KERNELS, "model_preset": "35B-A3B", "gdn_fwd_kernel_head_group_size": 4},
     refused={"gdn_fwd_kernel_head_group_size": 4},
+  ),
+  Rule(
+    name="head-group-divides",
+    keys=("gdn_fwd_kernel_head_group_size", "model_preset", "checkpoint"),
+    broken=lambda s: (
+      (model := known_model.of(s)) is not None
+      and model.linear_num_key_heads % s.gdn_fwd_kernel_head_group_size != 0
+    ),
+    reason="a grid step takes whole groups of the model's key heads, 16 in every preset but the tiny ones' "
+    "2; take a divisor",
+    accepted={**_KERNELS, "model_preset": "397B-A17B", "gdn_fwd_kernel_head_group_size": 8},
+    refused={**_KERNELS, "model_preset": "397B-A17B", "gdn_fwd_kernel_head_group_size": 3},
   ),
   Rule(
     name="head-group-fits-lanes",

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from kernels.attention import blockwise, flash, reference
 from kernels.attention import options as options_lib
 from kernels.base import implementation as implementation_lib
+from kernels.base import shapes
 
 # Queries and keys of a block of the loop in plain JAX.
 _BLOCK = 512
@@ -63,9 +64,19 @@ def attention(
     given: Tiles and arithmetic of the kernels.
 
   Raises:
-    ValueError: Query heads are no multiple of key/value heads, or `scale` is not above 0.
+    ValueError: Shapes do not fit, query heads are no multiple of key/value heads, or `scale` is not above 0.
   """
   implementation_lib.validate(implementation)
+  shapes.check(
+    "attention",
+    q=(q, ("B", "S", "nq", "d")),
+    k=(k, ("B", "T", "nkv", "d")),
+    v=(v, ("B", "T", "nkv", "d")),
+    q_segment_ids=(q_segment_ids, ("B", "S")),
+    kv_segment_ids=(kv_segment_ids, ("B", "T")),
+    q_positions=(q_positions, ("B", "S")),
+    kv_positions=(kv_positions, ("B", "T")),
+  )
   if q.shape[2] % k.shape[2]:
     raise ValueError(f"{q.shape[2]} query heads are no multiple of {k.shape[2]} key/value heads")
   if not scale > 0:

@@ -162,3 +162,22 @@ def test_long_rows_need_no_square_of_memory():
   compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, k, ids, ids).compile()
   whole = 4 * length * length
   assert compiled.memory_analysis().temp_size_in_bytes < whole / 100
+
+
+@pytest.mark.parametrize("implementation", ["reference", "interpret"])
+@pytest.mark.parametrize(
+  "change, text",
+  [
+    ({"v": (1, 150, 2, 64)}, "v is"),
+    ({"v": (1, 150, 1, 128)}, "v is"),
+    ({"q_positions": (1, 100)}, "q_positions is"),
+    ({"kv_segment_ids": (2, 150)}, "kv_segment_ids is"),
+  ],
+)
+def test_operands_that_do_not_fit_are_refused(implementation, change, text):
+  key, ids = (1, 150, 2, 128), (1, 150)
+  names = ("q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions")
+  shapes = {"q": (1, 150, 4, 128), "k": key, "v": key, **dict.fromkeys(names, ids), **change}
+  operands = {name: jnp.ones(shape, jnp.float32) for name, shape in shapes.items()}
+  with pytest.raises(ValueError, match=text):
+    attention.attention(**operands, scale=1.0, implementation=implementation)

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kernels.base import implementation as implementation_lib
+from kernels.base import shapes
 from kernels.conv1d import pallas_backward, pallas_forward, reference, tiling
 
 Tiles = tiling.Tiles
@@ -41,14 +42,26 @@ def causal_conv1d_silu(
     tiles: Tile sizes of the Pallas kernels.
 
   Raises:
-    ValueError: Unknown implementation, or a filter the Pallas kernels do not take.
+    ValueError: Unknown implementation, shapes that do not fit, or a filter the Pallas kernels do not take.
   """
   implementation_lib.validate(implementation)
+  shapes.check(
+    "causal_conv1d_silu",
+    x=(x, ("B", "S", "C")),
+    kernel=(kernel, ("taps", "C")),
+    segment_ids=(segment_ids, ("B", "S")),
+  )
   batch, _, channels = x.shape
   if window is None:
     window = jnp.zeros((batch, kernel.shape[0] - 1, channels), x.dtype)
   if window_segment is None:
     window_segment = jnp.ones((batch,), segment_ids.dtype)
+  before = kernel.shape[0] - 1
+  shapes.check(
+    "causal_conv1d_silu",
+    window=(window, (batch, before, channels)),
+    window_segment=(window_segment, (batch,)),
+  )
   if implementation == "auto" and channels % 128:
     implementation = "reference"
   if implementation == "reference":

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from kernels.conv1d import conv1d
 
@@ -88,3 +89,20 @@ def test_parts_and_steps_equal_the_row():
   )
   np.testing.assert_allclose(out, [want[0, 19], want[1, 12]], rtol=1e-6, atol=1e-6)
   np.testing.assert_allclose(window, [x[0, 17:20], x[1, 10:13]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "interpret"])
+@pytest.mark.parametrize(
+  "change, text",
+  [
+    ({"kernel": (4, 64)}, "kernel is"),
+    ({"segment_ids": (1, 30)}, "segment_ids is"),
+    ({"window": (1, 2, 128)}, "window is"),
+    ({"window_segment": (2,)}, "window_segment is"),
+  ],
+)
+def test_operands_that_do_not_fit_are_refused(implementation, change, text):
+  shapes = {"x": (1, 40, 128), "kernel": (4, 128), "segment_ids": (1, 40)}
+  operands = {name: jnp.ones(shape, jnp.float32) for name, shape in {**shapes, **change}.items()}
+  with pytest.raises(ValueError, match=text):
+    conv1d.causal_conv1d_silu(**operands, implementation=implementation)

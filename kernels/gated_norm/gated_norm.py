@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels.base import implementation as implementation_lib
+from kernels.base import shapes
 from kernels.gated_norm import pallas_tpu, reference
 
 LAYOUTS = ("head_minor", "token_minor")
@@ -41,11 +42,15 @@ def gated_rms_norm(
     tiles: Tile sizes of the Pallas kernels.
 
   Raises:
-    ValueError: Unknown layout or implementation.
+    ValueError: Unknown layout or implementation, or shapes or types that do not fit.
   """
   implementation_lib.validate(implementation)
   if layout not in LAYOUTS:
     raise ValueError(f"layout={layout!r}: want one of {', '.join(LAYOUTS)}")
+  channels = x.shape[-1 if layout == "head_minor" else -2]
+  shapes.check("gated_rms_norm", z=(z, x.shape), scale=(scale, (channels,)))
+  if x.dtype != z.dtype and implementation != "reference":
+    raise ValueError(f"gated_rms_norm: x is {x.dtype} and z {z.dtype}; the kernels take one type")
   if implementation == "auto" and scale.shape[0] % 128:
     implementation = "reference"
   if implementation == "reference":

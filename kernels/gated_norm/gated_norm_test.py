@@ -1,8 +1,11 @@
 """The gated norm against its closed-form derivative in float64."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from kernels.gated_norm import gated_norm
 
@@ -50,3 +53,19 @@ def test_order_of_roundings():
   got = gated_norm.gated_rms_norm(x, z, scale.astype(jnp.float32))
   assert got.dtype == jnp.bfloat16
   assert _rel(got, np.asarray(want, np.float64)) <= 2e-4
+
+
+@pytest.mark.parametrize("implementation", ["reference", "interpret"])
+def test_operands_that_do_not_fit_are_refused(implementation):
+  run = functools.partial(gated_norm.gated_rms_norm, implementation=implementation)
+  x, scale = jnp.ones((2, 2, 128)), jnp.ones((128,))
+  with pytest.raises(ValueError, match="scale is"):
+    run(x, x, scale[:64])
+  with pytest.raises(ValueError, match="z is"):
+    run(x, x[:, :1], scale)
+
+
+def test_kernels_take_one_type():
+  x, scale = jnp.ones((2, 2, 128)), jnp.ones((128,))
+  with pytest.raises(ValueError, match="one type"):
+    gated_norm.gated_rms_norm(x.astype(jnp.bfloat16), x, scale, implementation="interpret")

@@ -7,6 +7,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kernels.base import implementation as implementation_lib
+from kernels.base import shapes
 from kernels.gdn import chunk_op, chunked, reference
 
 _HIGHEST = lax.Precision.HIGHEST
@@ -52,10 +53,19 @@ def gated_delta_rule(
     token.
 
   Raises:
-    ValueError: Heads or the head group do not divide, the chunk is no power of two, or the
+    ValueError: Shapes do not fit, heads or the head group do not divide, the chunk is no power of two, or the
       implementation is unknown.
   """
   implementation_lib.validate(implementation)
+  shapes.check(
+    "gated_delta_rule",
+    k=(k, ("B", "S", "nk", "dk")),
+    q=(q, ("B", "S", "nk", "dk")),
+    v=(v, ("B", "S", "nv", "dv")),
+    g=(g, ("B", "S", "nv")),
+    beta=(beta, ("B", "S", "nv")),
+    segment_ids=(segment_ids, ("B", "S")),
+  )
   batch, _, nv, dv = v.shape
   nk, dk = k.shape[2:]
   if nv % nk:
@@ -66,6 +76,11 @@ def gated_delta_rule(
     initial_state = jnp.zeros((batch, nv, dk, dv), jnp.float32)
   if initial_segment is None:
     initial_segment = jnp.ones((batch,), segment_ids.dtype)
+  shapes.check(
+    "gated_delta_rule",
+    initial_state=(initial_state, (batch, nv, dk, dv)),
+    initial_segment=(initial_segment, (batch,)),
+  )
   if implementation == "auto" and (dk % _LANES or dv % _LANES):
     implementation = "reference"
   if implementation == "reference":

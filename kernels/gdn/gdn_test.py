@@ -188,3 +188,23 @@ def test_refusals():
     gdn.gated_delta_rule(
       q[:, :, :1].repeat(3, 2), k[:, :, :1].repeat(3, 2), v, g, beta, np.ones((1, 4), np.int32)
     )
+
+
+@pytest.mark.parametrize("implementation", ["reference", "interpret"])
+@pytest.mark.parametrize(
+  "change, text",
+  [
+    ({"q": (1, 20, 2, 128)}, "q is"),
+    ({"q": (1, 32, 1, 128)}, "q is"),
+    ({"beta": (1, 32, 2)}, "beta is"),
+    ({"segment_ids": (1, 20)}, "segment_ids is"),
+    ({"initial_state": (1, 2, 128, 128)}, "initial_state is"),
+  ],
+)
+def test_operands_that_do_not_fit_are_refused(implementation, change, text):
+  key, gate = (1, 32, 2, 128), (1, 32, 4)
+  shapes = {"q": key, "k": key, "v": (1, 32, 4, 128), "g": gate, "beta": gate}
+  shapes = {**shapes, "segment_ids": (1, 32), **change}
+  operands = {name: jnp.ones(shape, jnp.float32) for name, shape in shapes.items()}
+  with pytest.raises(ValueError, match=text):
+    gdn.gated_delta_rule(**operands, implementation=implementation)

@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels.base import implementation as implementation_lib
+from kernels.base import shapes
 from kernels.fp8 import fp8
 from kernels.moe_dispatch import gather, unsort, word_lists
 
@@ -60,10 +61,12 @@ def plan(
       gather does not then read one row over and over.  What they name is never used.
 
   Raises:
-    ValueError: E * T * K does not fit in 32 bits, or `buffer_rows` is not in [1, T * K].
+    ValueError: E is below 1, E * T * K does not fit in 32 bits, or `buffer_rows` is not in [1, T * K].
   """
   tokens, choices = experts.shape
   count = tokens * choices
+  if num_experts < 1:
+    raise ValueError(f"num_experts={num_experts}: want at least 1")
   buffer_rows = count if buffer_rows is None else buffer_rows
   if not 1 <= buffer_rows <= count:
     raise ValueError(f"buffer_rows={buffer_rows}: want 1 to {count} (tokens x choices)")
@@ -112,6 +115,8 @@ def _gathered(x, axes, travel, implementation):
 
 
 def _take_tokens(x, p: Plan, implementation, axes, travel):
+  if not axes:  # With them x is a rank's part.
+    shapes.check("dispatch", x=(x, (p.rows.shape[0], "N")))
   choices, shape = p.rows.shape[1], {"width": x.shape[1], "dtype": x.dtype}
   words = _gathered(x, axes, travel, implementation)
 
@@ -133,6 +138,7 @@ def _take_rows(y, p: Plan):
 
 
 def _sum(y, p: Plan, implementation, axes):
+  shapes.check("sum_rows", y=(y, (p.pairs.shape[0], "N")))
   tokens, choices = p.rows.shape
 
   def plain(y, p):

@@ -213,3 +213,15 @@ def test_buffers_that_are_refused():
   for rows in (0, 129):
     with pytest.raises(ValueError, match="buffer_rows"):
       moe_dispatch.plan(experts, 5, buffer_rows=rows)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "interpret"])
+def test_operands_that_are_not_the_plans_are_refused(implementation):
+  plan = moe_dispatch.plan(jnp.zeros((50, 3), jnp.int32), 4)
+  x = jnp.ones((150, 128))
+  with pytest.raises(ValueError, match="dispatch: x is"):
+    moe_dispatch.dispatch(x[:30], plan, implementation)
+  with pytest.raises(ValueError, match="sum_rows: y is"):
+    moe_dispatch.sum_rows(x[:100], plan, implementation)
+  with pytest.raises(ValueError, match="num_experts=0"):
+    moe_dispatch.plan(jnp.zeros((50, 3), jnp.int32), 0)

@@ -187,10 +187,15 @@ def test_rows_of_a_file_are_kept_where_the_work_is_the_same(tmp_path, monkeypatc
   assert main.run(settings(keep_rows=True, **given)) == 0
   assert profiled == ["b", "c"]
   assert [r.cycles for r in report.read_json(str(path)).values()] == [2_000_000] + 2 * [4_000_000]
-  assert not report.same_work(dataclasses.replace(rows[0], error="no tiling"), first)
-  assert not report.same_work(None, first)
+  assert not report.same_work(dataclasses.replace(rows[0], error="no tiling"), first, whole=True)
+  assert not report.same_work(None, first, whole=True)
+  # Size and seconds of the part are not those of the whole work.
+  with_whole = dataclasses.replace(first, whole={})
+  assert report.same_work(rows[0], with_whole, whole=False)
+  assert not report.same_work(rows[0], with_whole, whole=True)
+  assert report.same_work(dataclasses.replace(rows[0], of_whole=True), with_whole, whole=True)
   # Rows of cases that are not asked for stay in the file.
-  monkeypatch.setattr(report, "same_work", lambda row, case: False)
+  monkeypatch.setattr(report, "same_work", lambda row, case, whole: False)
   assert main.run(settings(keep_rows=True, cases=("b",), **given)) == 0
   assert profiled == ["b", "c", "b"] and list(report.read_json(str(path))) == ["a", "b", "c"]
   assert main.run(settings(cases=("c",), **given)) == 0

@@ -29,7 +29,9 @@ class KernelReportOptions:
   )
   time_limit: float = options.option(600.0, help="Seconds for each compile.", minimum=1.0)
   json: str | None = options.option(None, help="File to write rows to as JSON.", writes=True)
-  markdown: str | None = options.option(None, help="File to write the table to as Markdown.")
+  markdown: str | None = options.option(
+    None, help="File to write the table to as Markdown.", writes=True
+  )
   keep_rows: bool = options.option(
     False,
     help="Keep what --json already holds and profile the other cases: all of them take hours.",
@@ -68,7 +70,7 @@ def run(settings: options.Settings) -> int:
   kept = report.read_json(settings.json) if settings.keep_rows else {}
   with tempfile.TemporaryDirectory() as scratch:
     for number, case in enumerate(chosen):
-      if report.same_work(kept.get(case.name), case):
+      if report.same_work(kept.get(case.name), case, whole=settings.whole):
         rows.append(kept[case.name])
         continue
       try:
@@ -81,9 +83,7 @@ def run(settings: options.Settings) -> int:
       rows.append(row)
       kept[case.name] = row
       if settings.json:  # after each: a compile can take minutes
-        report.write_json(
-          [kept[n] for n in (c.name for c in cases.CASES) if n in kept], settings.json
-        )
+        report.write_json([*kept.values()], settings.json)
   report.show(rows)
   if settings.markdown:
     report.write_markdown(rows, settings.markdown)

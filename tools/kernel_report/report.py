@@ -48,6 +48,7 @@ class Row:
       take, however busy the machine was.
     note: What to know of the figures, or an empty string.
     error: Why there is no profile at all, or an empty string.
+    of_whole: Whether the size and the seconds are of a device's whole work.
   """
 
   name: str
@@ -66,6 +67,7 @@ class Row:
   cpu_s: float = 0.0
   note: str = ""
   error: str = ""
+  of_whole: bool = False
 
 
 def floor_seconds(case: KernelCase) -> float:
@@ -159,7 +161,7 @@ def profile_case(
     said = f"a device's whole work was not compiled: {_first_line(error)}"
     note = "; ".join(text for text in (row.note, said) if text)
     return dataclasses.replace(_with_size(row, unknown), note=note)
-  return _with_size(row, full)
+  return dataclasses.replace(_with_size(row, full), of_whole=True)
 
 
 def _with_size(row: Row, full: Row) -> Row:
@@ -329,11 +331,12 @@ def read_json(path: str) -> dict[str, Row]:
     ) from None
 
 
-def same_work(row: Row | None, case: KernelCase) -> bool:
+def same_work(row: Row | None, case: KernelCase, *, whole: bool) -> bool:
   """Whether a row tells something of what the case is now; nothing says that its kernel is still the same."""
   return (
     row is not None
     and not row.error
+    and row.of_whole == (whole and case.whole is not None)
     and (row.part, row.gflop, row.mib) == (case.part, case.flops / 1e9, case.bytes / 2**20)
   )
 
