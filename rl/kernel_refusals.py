@@ -17,6 +17,7 @@ from rl import known_model
 _ATTENTION = tuple(o.name for o in declared(attention_options.AttentionOptions))
 _BLOCKS = tuple(name for name in _ATTENTION if "block" in name)
 _KERNELS = {"kernel_implementation": "auto"}
+_MOST_CHUNK = 128
 _GMM = tuple(o.name for o in declared(gmm_options.GmmOptions))
 _MOE = {"model_preset": "35B-A3B", **_KERNELS}
 _V2 = {**_MOE, "use_tokamax_gmm": True, "use_gmm_v2": True}
@@ -35,11 +36,11 @@ def _tokens(settings: Settings) -> tuple[int, int]:
   return settings.row_tokens // ranks, settings.row_tokens
 
 
-def _misfits(settings: Settings) -> bool:
+def _misfits(settings: Settings) -> list[str]:
   changed = _changed(settings, _BLOCKS)
   given = attention_options.AttentionOptions(**{name: getattr(settings, name) for name in _BLOCKS})
   wrong = attention_options.misfits(given, *_tokens(settings))
-  return any(text.partition("=")[0] in changed for text in wrong)
+  return [text for text in wrong if text.partition("=")[0] in changed]
 
 
 def _few_scores(settings: Settings) -> bool:
@@ -47,13 +48,19 @@ def _few_scores(settings: Settings) -> bool:
   return queries * keys <= attention_options.DENSE_SCORES
 
 
-def _fused_tiles_misfit(settings: Settings) -> bool:
+def _fused_misfits(settings: Settings) -> list[str]:
   model = known_model.of(settings)
   if model is None or not model.is_moe:
-    return False
-  return bool(
-    gmm_options.misfits(settings.of(model_config.ModelOptions), model.moe_intermediate_size)
-  )
+    return []
+  given = settings.of(model_config.ModelOptions)
+  return gmm_options.misfits(given, model.moe_intermediate_size)
+
+
+def _divisors(settings: Settings) -> str:
+  model = known_model.of(settings)
+  assert model is not None
+  heads = model.linear_num_key_heads
+  return f"of {heads}: " + ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
 
 
 def _wide_group(settings: Settings) -> bool:
@@ -78,9 +85,10 @@ KERNEL_RULES = (
   Rule(
     name="attention-tiles-divide",
     keys=(*_BLOCKS, "row_tokens", "mesh"),
-    broken=_misfits,
+    broken=lambda s: bool(_misfits(s)),
+    detail=lambda s: "; ".join(_misfits(s)),
     reason="a block must divide the tokens it cuts (queries: the row over the context ranks, keys: "
-    "the row), or a part of the last one is wasted; take a divisor",
+    "the row), or a part of the last one is wasted",
     accepted={**_KERNELS, "sa_block_q": 2048},
     refused={**_KERNELS, "sa_block_q": 3072},
   ),
@@ -94,6 +102,17 @@ KERNEL_RULES = (
     "JAX, which has no blocks; leave the sa_ keys and dq_reduction_steps alone or lengthen row_tokens",
     accepted={**_KERNELS, "sa_block_q": 512, "row_tokens": 2048},
     refused={**_KERNELS, "sa_block_q": 512, "row_tokens": 1024},
+  ),
+  Rule(
+    name="chunk-fits-kernels",
+    keys=("gdn_chunk_size", "kernel_implementation"),
+    broken=lambda s: (
+      s.kernel_implementation != "reference" and not 16 <= s.gdn_chunk_size <= _MOST_CHUNK
+    ),
+    reason=f"the delta rule's kernels take chunks of 16 to {_MOST_CHUNK} tokens: shorter ones leave rows of the "
+    "inverse's first blocks empty, longer ones do not fit beside eight heads in VMEM",
+    accepted={**_KERNELS, "gdn_chunk_size": 128},
+    refused={**_KERNELS, "gdn_chunk_size": 8},
   ),
   Rule(
     name="head-group-without-kernels",
@@ -112,8 +131,8 @@ KERNEL_RULES = (
       (model := known_model.of(s)) is not None
       and model.linear_num_key_heads % s.gdn_fwd_kernel_head_group_size != 0
     ),
-    reason="a grid step takes whole groups of the model's key heads, 16 in every preset but the tiny ones' "
-    "2; take a divisor",
+    reason="a grid step takes whole groups of the model's key heads; take a divisor of their number",
+    detail=_divisors,
     accepted={**_KERNELS, "model_preset": "397B-A17B", "gdn_fwd_kernel_head_group_size": 8},
     refused={**_KERNELS, "model_preset": "397B-A17B", "gdn_fwd_kernel_head_group_size": 3},
   ),
@@ -184,7 +203,8 @@ KERNEL_RULES = (
   Rule(
     name="fused-tiles-fit-experts",
     keys=(*_FUSED, "wi_tile_fwd_mlp_dim", "wo_tile_dlhs_mlp_dim", "model_preset", "checkpoint"),
-    broken=_fused_tiles_misfit,
+    broken=lambda s: bool(_fused_misfits(s)),
+    detail=lambda s: "; ".join(_fused_misfits(s)),
     reason="half of wi_tile_fwd_mlp_dim holds whole gate columns (the experts' size, or a multiple "
     "of 128 that divides it), and a router-weight gradient wants the whole row: "
     "wo_tile_dlhs_mlp_dim is the experts' size",

@@ -23,18 +23,23 @@ _CHECK = "check"
 
 
 class _Parser(flags.ArgumentParser):
-  """An absl parser that follows an option's declaration."""
+  """An absl parser that follows an option's declaration and keeps what is wrong for later."""
 
-  def __init__(self, opt: options.Option):
+  def __init__(self, opt: options.Option, faults: list[str]):
     super().__init__()
     self._option = opt
+    self._faults = faults
     self.syntactic_help = opt.allowed
 
   def parse(self, argument: Any) -> Any:
-    if isinstance(argument, str):
+    if not isinstance(argument, str):
+      self._option.validate(argument)
+      return argument
+    try:
       return self._option.parse(argument)
-    self._option.validate(argument)
-    return argument
+    except options.OptionError as error:
+      self._faults.append(str(error))
+      return self._option.default
 
   def flag_type(self) -> str:
     return self._option.kind.__name__
@@ -50,19 +55,19 @@ class _Serializer(flags.ArgumentSerializer):
     return f"--{self._option.name}={self._option.show(value)}"
 
 
-def define_flags(
-  *components: type, flag_values: flags.FlagValues = flags.FLAGS
+def _define_flags(
+  components: Sequence[type], flag_values: flags.FlagValues, faults: list[str]
 ) -> list[options.Option]:
-  """Defines an absl flag for every option of the components; returns the options."""
+  """Defines an absl flag for every option; values that are not allowed add their text to `faults`."""
   found = []
   for component in components:
     for opt in options.declared(component):
       flag: flags.Flag
       if opt.kind is bool and not opt.many:
         flag = flags.BooleanFlag(opt.name, opt.default, opt.help)
-        flag.parser = _Parser(opt)
+        flag.parser = _Parser(opt, faults)
       else:
-        flag = flags.Flag(_Parser(opt), _Serializer(opt), opt.name, opt.default, opt.help)
+        flag = flags.Flag(_Parser(opt, faults), _Serializer(opt), opt.name, opt.default, opt.help)
       flags.DEFINE_flag(flag, flag_values, module_name=opt.component)
       found.append(opt)
   return found
@@ -118,33 +123,29 @@ def parse(
     flag_values: Registry to use; a fresh one by default, so that calls do not meet.
 
   Raises:
-    options.OptionError: An unknown flag (with the nearest name), a value not allowed, arguments
-      left over or missing, or broken rules (all of them).
+    options.OptionError: Unknown flags (with the nearest names) and values not allowed, all of them;
+      or else arguments left over or missing; or else broken rules, all of them.
 
   Returns:
     The settings; `check_only` is set where `--check` was given.
   """
   registry = flags.FlagValues() if flag_values is None else flag_values
-  declared = {opt.name: opt for opt in define_flags(*components, flag_values=registry)}
+  faults: list[str] = []
+  declared = {opt.name: opt for opt in _define_flags(components, registry, faults)}
   flags.DEFINE_boolean(_CHECK, False, "Judge the flags and exit.", flag_values=registry)
   try:
     expanded = expand_flag_files(argv, environ)[1:]
     for argument in expanded:
       if argument.startswith("-") and argument.lstrip("-").split("=")[0] == _FORBIDDEN:
         raise options.OptionError(f"--{_FORBIDDEN} is refused: it would make unknown flags inert")
-    rest = registry([argv[0], *expanded])[1:]
-  except flags.UnrecognizedFlagError as error:
-    raise options.OptionError(
-      options.unknown_name(error.flagname, (*declared, _CHECK, "flagfile", "help"))
-    ) from None
+    rest = registry([argv[0], *expanded], known_only=True)[1:]
   except (flags.Error, ValueError) as error:
-    raise options.OptionError(str(error).removeprefix("ERROR:: ")) from None
-  if len(rest) != len(positionals):
-    want = " ".join(positionals) or "none"
-    got = " ".join(rest) or "none"
-    raise options.OptionError(
-      f"arguments that are no flags: got {got}, want {want}; a flag is written --name=value"
-    )
+    raise options.OptionError("\n".join([*faults, str(error).removeprefix("ERROR:: ")])) from None
+  end = rest.index("--") if "--" in rest else len(rest)
+  known = (*declared, _CHECK, "flagfile", "help")
+  unknown = [a.lstrip("-").split("=")[0] for a in rest[:end] if a.startswith("-") and a != "-"]
+  faults = [*(options.unknown_name(name, known) for name in dict.fromkeys(unknown)), *faults]
+  rest = [*rest[:end], *rest[end + 1 :]]
   environ = os.environ if environ is None else environ
   values = {}
   for name, opt in declared.items():
@@ -153,9 +154,17 @@ def parse(
       try:
         values[name] = opt.parse(environ[opt.env])
       except options.OptionError as error:
-        raise options.OptionError(f"environment variable {opt.env}: {error}") from None
+        faults.append(f"environment variable {opt.env}: {error}")
     else:
       values[name] = flag.value
+  if faults:
+    raise options.OptionError("\n".join(faults))
+  if len(rest) != len(positionals):
+    want = " ".join(positionals) or "none"
+    got = " ".join(rest) or "none"
+    raise options.OptionError(
+      f"arguments that are no flags: got {got}, want {want}; a flag is written --name=value"
+    )
   settings = options.Settings(components, values, rest, check_only=registry[_CHECK].value)
   refusals.refuse(settings, rules)
   return settings

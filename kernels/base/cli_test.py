@@ -59,6 +59,21 @@ def test_refused_arguments(argument, words):
   assert words in str(error.value)
 
 
+def test_everything_wrong_is_told_at_once():
+  arguments = ("--learning_rate=fast", "--nosuch", "--use_scan=maybe", "--learnign_rate", "3", "x")
+  with pytest.raises(options.OptionError) as error:
+    _parse(*arguments, environ={"DEMO_MODE": "half"})
+  lines = str(error.value).splitlines()
+  for line, words in zip(
+    lines,
+    ("--nosuch;", "--learnign_rate;", "=fast: want", "=maybe: want", "DEMO_MODE: "),
+    strict=True,
+  ):
+    assert words in line
+  # What follows two dashes is no flag.
+  assert _parse("--use_scan", "--", "--nosuch", positionals=("file",)).positionals == ("--nosuch",)
+
+
 def test_flagfile(tmp_path):
   file = tmp_path / "flags.txt"
   file.write_text("# a comment\n--learning_rate=0.5\n--mode=on\n")

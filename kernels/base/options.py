@@ -321,18 +321,22 @@ class Settings:
 def nearest(name: str, known: Iterable[str]) -> str | None:
   """The known name closest to `name`, or None when nothing is known.
 
-  Distance is Levenshtein's, so that some name is always nearest, however wrong the given one is.
+  Distance is Levenshtein's, so that some name is always nearest, however wrong the given one is; a
+  letter left out costs less than a wrong one, since long names are mostly shortened.
   """
   names = list(known)
   return min(names, key=lambda k: (_distance(name, k), k)) if names else None
 
 
-def _distance(a: str, b: str) -> int:
-  row = list(range(len(b) + 1))
-  for i, x in enumerate(a, 1):
-    previous, row[0] = row[0], i
-    for j, y in enumerate(b, 1):
-      previous, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, previous + (x != y))
+_LEFT_OUT = 0.3  # Of a wrong letter.
+
+
+def _distance(given: str, known: str) -> float:
+  row = [_LEFT_OUT * k for k in range(len(known) + 1)]
+  for i, x in enumerate(given, 1):
+    previous, row[0] = row[0], float(i)
+    for j, y in enumerate(known, 1):
+      previous, row[j] = row[j], min(row[j] + 1, row[j - 1] + _LEFT_OUT, previous + (x != y))
   return row[-1]
 
 

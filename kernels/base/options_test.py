@@ -113,6 +113,9 @@ def test_nearest_always_names_one():
   assert options.nearest("learnign_rate", names) == "learning_rate"
   assert options.nearest("zzzz", names) == "seed"
   assert options.nearest("x", []) is None
+  shortened = ("gdn_chunk_size", "gdn_fwd_kernel_head_group_size", "gdn_cp")
+  assert options.nearest("gdn_head_group", shortened) == "gdn_fwd_kernel_head_group_size"
+  assert options.nearest("397B", ("27B", "397B-A17B", "9B")) == "397B-A17B"
 
 
 def test_unsupported_types_are_programming_errors():

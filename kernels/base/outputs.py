@@ -2,10 +2,50 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pathlib
+from typing import Any
 
 from kernels.base import options
+
+CHARTS = (".png", ".pdf", ".svg")
+
+
+def chart_fault(name: str) -> str | None:
+  """What is wrong with the name of a chart's file; the check of an option."""
+  return None if name.lower().endswith(CHARTS) else f"want a name in {', '.join(CHARTS)}"
+
+
+def write(path: str | os.PathLike[str], content: str | bytes) -> None:
+  """Writes a file whole or not at all: what was there stays until the new one is on disk.
+
+  Raises:
+    options.UserError: It cannot be written.
+  """
+  final = pathlib.Path(path)
+  partial = final.with_name(f".{final.name}.partial")
+  try:
+    # A link, a pipe or a terminal is written through: to replace it would take it away.
+    if final.is_symlink() or (final.exists() and not final.is_file()):
+      final.write_bytes(content.encode() if isinstance(content, str) else content)
+      return
+    with open(partial, "wb") as file:
+      file.write(content.encode() if isinstance(content, str) else content)
+      file.flush()
+      os.fsync(file.fileno())
+    os.replace(partial, final)
+  except OSError as error:
+    raise options.UserError(f"{final}: cannot be written ({error.strerror})") from None
+  finally:
+    partial.unlink(missing_ok=True)
+
+
+def write_chart(figure: Any, path: str, *, dpi: int) -> None:
+  """Writes a matplotlib figure in the format that its file's name ends in, whole or not at all."""
+  held = io.BytesIO()
+  figure.savefig(held, dpi=dpi, format=pathlib.Path(path).suffix.lower().removeprefix("."))
+  write(path, held.getvalue())
 
 
 def refuse_unwritable(settings: options.Settings, base: str) -> None:

@@ -1,6 +1,8 @@
 """Files to write, judged before a tool starts; arms of a comparison; the judge of a command line."""
 
 import dataclasses
+import errno
+import os
 
 import pytest
 
@@ -36,6 +38,32 @@ def test_files_that_cannot_be_written_are_named_with_their_flag(tmp_path):
     _judge(tmp_path, "in.txt", json="in.txt")
   _judge(tmp_path, "in.txt", input="in.txt", json="out.json", plot="folder/x.png")
   assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "in.txt"]
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+  path = tmp_path / "out.json"
+  outputs.write(path, "first")
+  outputs.write(str(path), b"second")
+  assert path.read_text() == "second"
+  with monkeypatch.context() as patched:
+    patched.setattr(outputs.os, "fsync", _full)
+    with pytest.raises(options.UserError, match="out.json: cannot be written .*No space"):
+      outputs.write(path, "third")
+  assert path.read_text() == "second" and list(tmp_path.iterdir()) == [path]
+  link = tmp_path / "link"
+  link.symlink_to(path)
+  outputs.write(link, "through")
+  assert link.is_symlink() and path.read_text() == "through"
+
+
+def _full(_):
+  raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_charts_have_a_format():
+  assert outputs.chart_fault("a/b.PNG") is None
+  for name in ("chart", "chart.xyz", "chart.png.txt"):
+    assert ".png, .pdf, .svg" in outputs.chart_fault(name)
 
 
 def test_an_arm_follows_the_command_line():

@@ -28,6 +28,7 @@ class Rule:
     accepted: Example values that pass this rule although they change one of its keys.
     refused: Example values that break it.
     effective: Evaluate it over effective values even when no key differs from its default.
+    detail: Takes broken settings; what they would need, in numbers, added to the reason.
   """
 
   name: str
@@ -37,6 +38,7 @@ class Rule:
   accepted: Mapping[str, Any]
   refused: Mapping[str, Any]
   effective: bool = False
+  detail: Callable[[options.Settings], str] | None = None
 
 
 def broken_rules(settings: options.Settings, rules: Sequence[Rule]) -> list[Rule]:
@@ -62,7 +64,8 @@ def describe(rule: Rule, settings: options.Settings) -> str:
   changed = settings.changed
   keys = [k for k in rule.keys if k in changed or len(rule.keys) <= _FEW or not changed]
   given = " ".join(f"--{key}={settings.options[key].show(getattr(settings, key))}" for key in keys)
-  return f"refused [{rule.name}] {given}: {rule.reason}"
+  here = f" ({rule.detail(settings)})" if rule.detail else ""
+  return f"refused [{rule.name}] {given}: {rule.reason}{here}"
 
 
 def refuse(settings: options.Settings, rules: Sequence[Rule]) -> None:

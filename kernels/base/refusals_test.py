@@ -60,6 +60,12 @@ def test_examples(rule):
   assert rule in refusals.broken_rules(options.Settings([Gamma], rule.refused), RULES)
 
 
+def test_a_rule_may_say_what_would_do():
+  settings = options.Settings([Gamma], {"size": 5})
+  rule = dataclasses.replace(RULES[1], detail=lambda s: f"{s.size - 1} or {s.size + 1}")
+  assert refusals.describe(rule, settings).endswith("--size=5: size must be even (4 or 6)")
+
+
 def test_every_broken_rule_is_listed_at_once():
   settings = options.Settings([Gamma], {"scan": True, "size": 7})
   with pytest.raises(options.OptionError) as error:

@@ -1,11 +1,16 @@
-"""One check of the shapes that a public op is given.
+"""Checks of the shapes and the types that a public op is given.
 
 A kernel reads by the shapes of its first operand; one that does not fit would be read beyond its end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+from jax import numpy as jnp
+
+_KERNEL_TYPES = ("bfloat16", "float32")
 
 
 def check(op: str, **operands: tuple[Any, tuple[str | int, ...]]) -> dict[str, int]:
@@ -20,7 +25,7 @@ def check(op: str, **operands: tuple[Any, tuple[str | int, ...]]) -> dict[str, i
     The lengths by name.
 
   Raises:
-    ValueError: An array has another number of axes or another length.
+    ValueError: An array has another number of axes or another length, or a length with a name is 0.
   """
   lengths: dict[str, int] = {}
   for name, (array, wanted) in operands.items():
@@ -34,5 +39,32 @@ def check(op: str, **operands: tuple[Any, tuple[str | int, ...]]) -> dict[str, i
         for w, k in zip(wanted, known, strict=True)
       )
       raise ValueError(f"{op}: {name} is {list(shape)}, want [{text}]")
+    if empty := [w for w, n in zip(wanted, shape, strict=True) if isinstance(w, str) and not n]:
+      raise ValueError(f"{op}: {name} is {list(shape)}, want {' and '.join(empty)} of at least 1")
     lengths.update((w, n) for w, n in zip(wanted, shape, strict=True) if isinstance(w, str))
   return lengths
+
+
+def check_types(
+  op: str, *, kernels: bool, values: Mapping[str, Any], ids: Mapping[str, Any] | None = None
+) -> None:
+  """Raises unless values are floating point numbers and ids integers.
+
+  Args:
+    op: Name of the op, for the message.
+    kernels: A Pallas kernel may take them: values are then bfloat16 or float32.
+    values: By name, arrays that gradients pass through.
+    ids: By name, arrays of segment ids, positions or targets.
+
+  Raises:
+    ValueError: An array has another type.
+  """
+  for name, array in values.items():
+    dtype = jnp.dtype(array.dtype)
+    if kernels and dtype.name not in _KERNEL_TYPES:
+      raise ValueError(f"{op}: {name} is {dtype}; the kernels take {' or '.join(_KERNEL_TYPES)}")
+    if not jnp.issubdtype(dtype, jnp.floating):
+      raise ValueError(f"{op}: {name} is {dtype}, want a floating point type")
+  for name, array in (ids or {}).items():
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+      raise ValueError(f"{op}: {name} is {jnp.dtype(array.dtype)}, want an integer type")

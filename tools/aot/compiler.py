@@ -159,7 +159,7 @@ def require_libtpu(path: Sequence[str]) -> None:
     raise LibtpuMissingError(
       "the TPU compiler (libtpu) is not on the import path. Under Bazel add"
       ' requirement("libtpu", "pip_libtpu") to the deps of the target that compiles; elsewhere'
-      " run: pip install libtpu==0.0.42.1"
+      " run pip install libtpu (its versions: libtpu*_lock.txt in third_party/python)"
     )
 
 

@@ -97,7 +97,7 @@ def test_the_report_alone_gives_the_same_verdict(product):
 def test_missing_libtpu_says_how_to_get_it(tmp_path):
   bare = [p for p in sys.path if p and not (pathlib.Path(p) / "libtpu").is_dir()]
   assert len(bare) < len([p for p in sys.path if p])
-  with pytest.raises(compiler.LibtpuMissingError, match="pip_libtpu.*pip install libtpu=="):
+  with pytest.raises(compiler.LibtpuMissingError, match="pip_libtpu.*pip install libtpu"):
     compile_program(tmp_path, "tools.aot.programs:sharded_product", python_path=bare)
   assert not (tmp_path / "out").exists()
 

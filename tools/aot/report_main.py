@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from kernels.base import cli, options, refusals
+from kernels.base import cli, options, outputs, refusals
 from tools.aot import files
 
 
@@ -27,7 +27,12 @@ class ReportOptions:
   name: str = options.option("", help="Name of the program in the report; empty: the module's.")
   rows: int = options.option(25, help="Rows of the longer tables.", minimum=1)
   json: str | None = options.option(None, help="File to write the report to as JSON.", writes=True)
-  plot: str | None = options.option(None, help="PNG file to write the plots to.", writes=True)
+  plot: str | None = options.option(
+    None,
+    help="File to write the plots to: .png, .pdf or .svg.",
+    check=outputs.chart_fault,
+    writes=True,
+  )
 
 
 RULES = (

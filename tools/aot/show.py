@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import pathlib
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kernels.base import outputs
 from tools.aot.origins import PASSES
 from tools.aot.report import Report
 
@@ -147,7 +147,7 @@ def show(report: Report, console: Console | None = None, rows: int = 25) -> None
 
 def write_json(report: Report, file: str) -> None:
   """Writes the report as JSON, from which `report.read` makes it again."""
-  pathlib.Path(file).write_text(json.dumps(report.to_json(), indent=1) + "\n")
+  outputs.write(file, json.dumps(report.to_json(), indent=1) + "\n")
 
 
 def plot(report: Report, file: str) -> None:
@@ -182,5 +182,5 @@ def plot(report: Report, file: str) -> None:
   right.set_title("largest buffers")
   right.invert_yaxis()
   figure.suptitle(f"{report.name}: {report.fits}" if report.fits else report.name)
-  figure.savefig(file, dpi=100)
+  outputs.write_chart(figure, file, dpi=100)
   plt.close(figure)

@@ -12,10 +12,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import pathlib
 import sys
 
-from kernels.base import cli, options
+from kernels.base import cli, options, outputs
 from rl import recipes, refusals, trainer_options
 from tools.bench import synthetic
 
@@ -124,7 +123,7 @@ def run(settings: options.Settings, argv: list[str]) -> int:
     out = bench.to_json(results) | {"device": kind, "options": settings.as_dict()}
     for written, arm in zip(out["arms"], made):
       written["devices"] = arm.devices
-    pathlib.Path(settings.json).write_text(json.dumps(out, indent=1, allow_nan=False) + "\n")
+    outputs.write(settings.json, json.dumps(out, indent=1, allow_nan=False) + "\n")
   return 0
 
 

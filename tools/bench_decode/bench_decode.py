@@ -15,7 +15,7 @@ import json
 import os
 import time
 
-from kernels.base import cli, options
+from kernels.base import cli, options, outputs
 from kernels.base.options import option
 from model import config as model_config
 
@@ -174,8 +174,7 @@ def run(settings: options.Settings) -> int:
     numbers["step_ms"][context], numbers["gdn_step_ms"][context] = 1e3 * whole, 1e3 * mixer
     print(f"{context:>8}{1e3 * whole:>12.3f}{1e3 * mixer:>28.4f}", flush=True)
   if settings.json is not None:
-    with open(settings.json, "w", encoding="utf-8") as file:
-      json.dump(numbers, file, indent=1)
+    outputs.write(settings.json, json.dumps(numbers, indent=1) + "\n")
   return 0
 
 

@@ -14,12 +14,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import pathlib
 import statistics
 import time
 from typing import Any
 
-from kernels.base import cli, options
+from kernels.base import cli, options, outputs
 from kernels.base.options import option
 from model import config as config_lib
 
@@ -130,7 +129,7 @@ def run(settings: options.Settings) -> int:
         flush=True,
       )
   if settings.json:
-    pathlib.Path(settings.json).write_text(json.dumps(records, indent=2) + "\n")
+    outputs.write(settings.json, json.dumps(records, indent=2) + "\n")
   return 0
 
 

@@ -96,10 +96,10 @@ def row_kernel(
   if which == "gather":
     part = lambda words, at, total: take(words, at, total, even=True)
     return lower(part, words_of, pairs, ((), jnp.int32))
-  if experts:
-    shape = {"tokens": tokens, "choices": choices}
-    return lower(lambda y, *lists: unsort.sum_rows(y, *lists, **shape), buffer, pairs, sizes)
+  # Of the whole work every visit that there can be; the lists have a case of their own.
   visits = tokens // (word_lists.TOKENS * word_lists.TILES)
+  if experts:
+    visits = word_lists.limit(buffer_rows, tokens, experts, per_word=2)
   listed = ((visits * word_lists.TILES, word_lists.WORDS), jnp.int32)
   add = lambda y, *lists: unsort.sum_listed(
     y, word_lists.WordLists(*lists), tokens=tokens, even=words

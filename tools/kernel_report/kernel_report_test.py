@@ -114,6 +114,15 @@ def test_without_a_simulation_the_rest_is_told(tmp_path, monkeypatch):
   assert "signal 6" in row.note and row.vmem_mib == 1 and not row.ratio
 
 
+def test_an_error_names_no_file_of_the_removed_folder(tmp_path):
+  slow = report.compiler.CompileTimeoutError("no program after 5 s; give more, or read /tmp/x/log")
+  aborted = report.compiler.CompilerAbortedError(
+    "signal 6:\n  check failed\n  all of it: /tmp/x/log"
+  )
+  assert report._first_line(slow) == "no program after 5 s; --time_limit gives more"
+  assert report._failed(case(), aborted).error == "signal 6:\ncheck failed"
+
+
 def test_cases_are_well_formed():
   names = [c.name for c in cases.CASES]
   assert len(set(names)) == len(names)
@@ -151,6 +160,8 @@ def test_table_json_and_chart(tmp_path):
   text = report.markdown(rows)
   assert "| library: kernel | 1153.5 |" in text and "none: no tiling" in text
   assert len({line.count("|") for line in text.splitlines()}) == 1
+  report.plot(rows, str(tmp_path / "r.svg"))
+  assert b"<svg" in (tmp_path / "r.svg").read_bytes()
   report.plot(rows, str(tmp_path / "r.png"))
   assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 

@@ -13,7 +13,7 @@ import dataclasses
 import os
 import tempfile
 
-from kernels.base import cli, options, refusals
+from kernels.base import cli, options, outputs, refusals
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,12 @@ class KernelReportOptions:
     False,
     help="Keep what --json already holds and profile the other cases: all of them take hours.",
   )
-  plot: str | None = options.option(None, help="PNG file to write the chart to.", writes=True)
+  plot: str | None = options.option(
+    None,
+    help="File to write the chart to: .png, .pdf or .svg.",
+    check=outputs.chart_fault,
+    writes=True,
+  )
 
 
 RULES = (
@@ -69,7 +74,7 @@ def run(settings: options.Settings) -> int:
   seen: dict[str, report.Row] = {}
   kept = report.read_json(settings.json) if settings.keep_rows else {}
   with tempfile.TemporaryDirectory() as scratch:
-    for number, case in enumerate(chosen):
+    for number, case in enumerate(chosen, 1):
       if report.same_work(kept.get(case.name), case, whole=settings.whole):
         rows.append(kept[case.name])
         continue
@@ -79,7 +84,7 @@ def run(settings: options.Settings) -> int:
         )
       except compiler.LibtpuMissingError as error:
         raise options.UserError(str(error)) from error
-      print(report.line(row), flush=True)
+      print(f"{number}/{len(chosen)} {report.line(row)}", flush=True)
       rows.append(row)
       kept[case.name] = row
       if settings.json:  # after each: a compile can take minutes

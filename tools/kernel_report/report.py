@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kernels.base import options
+from kernels.base import options, outputs
 from tools.aot import compiler, hlo, timeline
 from tools.kernel_report import schedule
 from tools.kernel_report.case import KernelCase
@@ -170,9 +170,17 @@ def _with_size(row: Row, full: Row) -> Row:
   return dataclasses.replace(row, **{name: getattr(full, name) for name in taken})
 
 
+def _said(error: Exception) -> list[str]:
+  """Lines of an error, without what names the scratch folder, which is removed."""
+  lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+  if isinstance(error, compiler.CompileTimeoutError):
+    lines = [line.partition(";")[0] + "; --time_limit gives more" for line in lines]
+  return [line for line in lines if not line.startswith("all of it:")]
+
+
 def _first_line(error: Exception) -> str:
   """What an error says, in a table's cell."""
-  lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+  lines = _said(error)
   return " ".join(lines[:2])[:160] or type(error).__name__
 
 
@@ -211,7 +219,7 @@ def _failed(case: KernelCase, error: Exception) -> Row:
     gflop=case.flops / 1e9,
     mib=case.bytes / 2**20,
     floor_us=floor_seconds(case) * 1e6,
-    error=str(error),
+    error="\n".join(_said(error)) or type(error).__name__,
   )
 
 
@@ -312,7 +320,7 @@ def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def write_json(rows: Sequence[Row], path: str) -> None:
   """Writes rows as JSON."""
-  pathlib.Path(path).write_text(json.dumps(to_json(rows), indent=1) + "\n")
+  outputs.write(path, json.dumps(to_json(rows), indent=1) + "\n")
 
 
 def read_json(path: str) -> dict[str, Row]:
@@ -351,7 +359,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def write_markdown(rows: Sequence[Row], path: str) -> None:
   """Writes the table as Markdown."""
-  pathlib.Path(path).write_text(markdown(rows))
+  outputs.write(path, markdown(rows))
 
 
 def plot(rows: Sequence[Row], path: str) -> None:
@@ -368,5 +376,5 @@ def plot(rows: Sequence[Row], path: str) -> None:
   axes.axvline(1.0, color="black", linestyle="--", linewidth=1)
   axes.set_xlabel("least time of the kernel / floor of its shapes")
   axes.invert_yaxis()
-  figure.savefig(path, dpi=110)
+  outputs.write_chart(figure, path, dpi=110)
   plt.close(figure)

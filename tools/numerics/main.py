@@ -16,7 +16,7 @@ import os
 import pathlib
 import sys
 
-from kernels.base import cli, options
+from kernels.base import cli, options, outputs
 from rl import recipes, refusals, trainer_options
 from tools.bench import synthetic
 from tools.numerics.problem import differences
@@ -51,7 +51,12 @@ class NumericsOptions:
     None, help="A recorded reference to judge the command line's own configuration against."
   )
   json: str | None = options.option(None, help="File to write gates to as JSON.", writes=True)
-  plot: str | None = options.option(None, help="PNG file to write the plot to.", writes=True)
+  plot: str | None = options.option(
+    None,
+    help="File to write the plot to: .png, .pdf or .svg.",
+    check=outputs.chart_fault,
+    writes=True,
+  )
 
 
 COMPONENTS = (*trainer_options.COMPONENTS, NumericsOptions)
@@ -171,7 +176,7 @@ def run(settings: options.Settings, argv: list[str]) -> int:
   show.show(answers)
   if settings.json:
     out = {name: gates.to_json(found) for name, found in answers.items()}
-    pathlib.Path(settings.json).write_text(json.dumps(out, indent=1) + "\n")
+    outputs.write(settings.json, json.dumps(out, indent=1) + "\n")
   if settings.plot:
     show.plot(reference, judged, settings.plot)
   return 0 if all(g.passed for found in answers.values() for g in found) else 1

@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kernels.base import outputs
 from tools.numerics import gates
 
 
@@ -51,5 +52,5 @@ def plot(reference: Sequence[gates.Step], candidate: Sequence[gates.Step], path:
   right.set_xscale("log")
   right.set_xlabel("1 - cosine of the gradient, last step")
   right.invert_yaxis()
-  figure.savefig(path, dpi=100)
+  outputs.write_chart(figure, path, dpi=100)
   plt.close(figure)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from kernels.base import cli, mesh, options, refusals
+from kernels.base import cli, mesh, options, outputs, refusals
 from model import config as model_config
 from tools.roofline import machine, roofline
 
@@ -18,11 +18,6 @@ _PRESETS = {name.lower(): name for name in model_config.PRESETS}
 
 def _preset_fault(text: str) -> str | None:
   return None if text.lower() in _PRESETS else f"want one of {', '.join(model_config.PRESETS)}"
-
-
-def _plot_fault(name: str) -> str | None:
-  endings = (".png", ".pdf", ".svg")
-  return None if name.lower().endswith(endings) else f"want a name in {', '.join(endings)}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +75,10 @@ class RooflineOptions:
   )
   json: str | None = options.option(None, help="File to write everything to as JSON.", writes=True)
   plot: str | None = options.option(
-    None, help="File to write the bar chart to: .png, .pdf or .svg.", check=_plot_fault
+    None,
+    help="File to write the bar chart to: .png, .pdf or .svg.",
+    check=outputs.chart_fault,
+    writes=True,
   )
 
 

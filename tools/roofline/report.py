@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import pathlib
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kernels.base import outputs
 from kernels.base.mesh import AXES
 from tools.roofline.roofline import Component, Roofline
 
@@ -93,7 +93,7 @@ def show(
 
 def write_json(roofline: Roofline, path: str) -> None:
   """Writes everything as JSON."""
-  pathlib.Path(path).write_text(json.dumps(roofline.to_json(), indent=2) + "\n")
+  outputs.write(path, json.dumps(roofline.to_json(), indent=2) + "\n")
 
 
 def plot(roofline: Roofline, path: str) -> None:
@@ -125,5 +125,5 @@ def plot(roofline: Roofline, path: str) -> None:
   axes.set_title(f"mesh {roofline.workload.mesh}, {roofline.workload.chip.name}")
   axes.invert_yaxis()
   axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
-  figure.savefig(path, dpi=120)
+  outputs.write_chart(figure, path, dpi=120)
   plt.close(figure)
