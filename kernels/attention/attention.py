@@ -64,7 +64,7 @@ def attention(
     given: Tiles and arithmetic of the kernels.
 
   Raises:
-    ValueError: Shapes do not fit, query heads are no multiple of key/value heads, or `scale` is not above 0.
+    ValueError: Shapes or types do not fit, query heads are no multiple of key/value heads, or `scale` is not above 0.
   """
   implementation_lib.validate(implementation)
   shapes.check(
@@ -76,6 +76,14 @@ def attention(
     kv_segment_ids=(kv_segment_ids, ("B", "T")),
     q_positions=(q_positions, ("B", "S")),
     kv_positions=(kv_positions, ("B", "T")),
+  )
+  positions = {"q_positions": q_positions, "kv_positions": kv_positions}
+  segments = {"q_segment_ids": q_segment_ids, "kv_segment_ids": kv_segment_ids}
+  shapes.check_types(
+    "attention",
+    kernels=implementation != "reference",
+    values={"q": q, "k": k, "v": v},
+    ids=positions | segments,
   )
   if q.shape[2] % k.shape[2]:
     raise ValueError(f"{q.shape[2]} query heads are no multiple of {k.shape[2]} key/value heads")

@@ -178,6 +178,21 @@ def test_operands_that_do_not_fit_are_refused(implementation, change, text):
   key, ids = (1, 150, 2, 128), (1, 150)
   names = ("q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions")
   shapes = {"q": (1, 150, 4, 128), "k": key, "v": key, **dict.fromkeys(names, ids), **change}
-  operands = {name: jnp.ones(shape, jnp.float32) for name, shape in shapes.items()}
+  kind = lambda name: jnp.int32 if "segment" in name or "positions" in name else jnp.float32
+  operands = {name: jnp.ones(shape, kind(name)) for name, shape in shapes.items()}
   with pytest.raises(ValueError, match=text):
     attention.attention(**operands, scale=1.0, implementation=implementation)
+
+
+def test_operands_of_other_types_are_refused():
+  names = ("q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions")
+  operands = {name: jnp.ones((1, 150, 2, 128), jnp.float32) for name in "qkv"}
+  operands |= {name: jnp.ones((1, 150), jnp.int32) for name in names}
+  for name, dtype, implementation in (
+    ("k", jnp.int32, "reference"),
+    ("k", jnp.float16, "interpret"),
+    ("q_positions", jnp.float32, "reference"),
+  ):
+    given = {**operands, name: operands[name].astype(dtype)}
+    with pytest.raises(ValueError, match=f"{name} is {jnp.dtype(dtype)}"):
+      attention.attention(**given, scale=1.0, implementation=implementation)

@@ -304,7 +304,12 @@ def test_scale_is_split_where_nothing_is_multiplied():
 def test_options():
   with pytest.raises(base_options.UserError, match="1 to 14 times"):
     options.AttentionOptions(sa_block_kv=1024, sa_block_kv_compute=768)
+  with pytest.raises(base_options.OptionError, match="sa_block_q=100: want"):
+    options.AttentionOptions(sa_block_q=100)
   assert options.misfits(options.AttentionOptions(), 16_384, 65_536) == []
+  (text,) = options.misfits(options.AttentionOptions(sa_block_q=3072), 16_384, 65_536)
+  assert "16384 tokens" in text and text.endswith("nearest that do: 2048 and 4096")
+  assert "no multiple of 128 does" in options.misfits(options.AttentionOptions(), 200, 8192)[0]
   assert len(options.misfits(options.AttentionOptions(), 1536, 65_536)) == 2
 
 

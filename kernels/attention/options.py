@@ -23,7 +23,8 @@ class AttentionOptions:
   """Tiles of flash attention.
 
   Raises:
-    options.OptionError: A key block is no multiple of its part, or has too many parts.
+    options.OptionError: A value is not allowed, or a key block is no multiple of its part or has too
+      many parts.
   """
 
   sa_block_q: int = options.option(
@@ -56,6 +57,7 @@ class AttentionOptions:
   )
 
   def __post_init__(self):
+    options.validate(self)
     for whole, part in (
       ("sa_block_kv", "sa_block_kv_compute"),
       ("sa_block_kv_dkv", "sa_block_kv_dkv_compute"),
@@ -66,6 +68,16 @@ class AttentionOptions:
           f"{whole}={keys} and {part}={keys_at_once}: want {whole} to be 1 to {_MOST_PARTS} times"
           f" {part}"
         )
+
+
+def _near(block: int, length: int) -> str:
+  """Blocks that do divide a length, next to the given one."""
+  legal = [n for n in range(_LANES, length + 1, _LANES) if length % n == 0]
+  below = [n for n in legal if n < block][-1:]
+  near = below + [n for n in legal if n > block][:1]
+  return (
+    f"nearest that do: {' and '.join(map(str, near))}" if near else f"no multiple of {_LANES} does"
+  )
 
 
 def misfits(given: AttentionOptions, queries: int, keys: int) -> list[str]:
@@ -85,5 +97,7 @@ def misfits(given: AttentionOptions, queries: int, keys: int) -> list[str]:
   ):
     block = getattr(given, name)
     if length % block:
-      out.append(f"{name}={block} does not divide the {length} tokens it cuts; take a divisor")
+      out.append(
+        f"{name}={block} does not divide the {length} tokens it cuts; {_near(block, length)}"
+      )
   return out

@@ -42,7 +42,7 @@ def causal_conv1d_silu(
     tiles: Tile sizes of the Pallas kernels.
 
   Raises:
-    ValueError: Unknown implementation, shapes that do not fit, or a filter the Pallas kernels do not take.
+    ValueError: Unknown implementation, shapes or types that do not fit, or a filter the Pallas kernels do not take.
   """
   implementation_lib.validate(implementation)
   shapes.check(
@@ -50,6 +50,12 @@ def causal_conv1d_silu(
     x=(x, ("B", "S", "C")),
     kernel=(kernel, ("taps", "C")),
     segment_ids=(segment_ids, ("B", "S")),
+  )
+  shapes.check_types(
+    "causal_conv1d_silu",
+    kernels=implementation != "reference",
+    values={"x": x, "kernel": kernel},
+    ids={"segment_ids": segment_ids},
   )
   batch, _, channels = x.shape
   if window is None:

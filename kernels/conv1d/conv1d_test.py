@@ -103,6 +103,22 @@ def test_parts_and_steps_equal_the_row():
 )
 def test_operands_that_do_not_fit_are_refused(implementation, change, text):
   shapes = {"x": (1, 40, 128), "kernel": (4, 128), "segment_ids": (1, 40)}
-  operands = {name: jnp.ones(shape, jnp.float32) for name, shape in {**shapes, **change}.items()}
+  kind = lambda name: jnp.int32 if "segment" in name else jnp.float32
+  operands = {name: jnp.ones(shape, kind(name)) for name, shape in {**shapes, **change}.items()}
   with pytest.raises(ValueError, match=text):
     conv1d.causal_conv1d_silu(**operands, implementation=implementation)
+
+
+def test_operands_of_other_types_are_refused():
+  shapes = {"x": (1, 40, 128), "kernel": (4, 128)}
+  operands = {name: jnp.ones(shape, jnp.float32) for name, shape in shapes.items()}
+  ids = jnp.ones((1, 40), jnp.int32)
+  for name, dtype, implementation in (
+    ("x", jnp.int32, "reference"),
+    ("x", jnp.float16, "interpret"),
+    ("segment_ids", jnp.float32, "reference"),
+  ):
+    given = {**operands, "segment_ids": ids}
+    given[name] = given[name].astype(dtype)
+    with pytest.raises(ValueError, match=f"{name} is {jnp.dtype(dtype)}"):
+      conv1d.causal_conv1d_silu(**given, implementation=implementation)

@@ -49,6 +49,9 @@ def gated_rms_norm(
     raise ValueError(f"layout={layout!r}: want one of {', '.join(LAYOUTS)}")
   channels = x.shape[-1 if layout == "head_minor" else -2]
   shapes.check("gated_rms_norm", z=(z, x.shape), scale=(scale, (channels,)))
+  shapes.check_types(
+    "gated_rms_norm", kernels=implementation != "reference", values={"x": x, "z": z}
+  )
   if x.dtype != z.dtype and implementation != "reference":
     raise ValueError(f"gated_rms_norm: x is {x.dtype} and z {z.dtype}; the kernels take one type")
   if implementation == "auto" and scale.shape[0] % 128:

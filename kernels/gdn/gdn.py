@@ -53,7 +53,7 @@ def gated_delta_rule(
     token.
 
   Raises:
-    ValueError: Shapes do not fit, heads or the head group do not divide, the chunk is no power of two, or the
+    ValueError: Shapes or types do not fit, heads or the head group do not divide, the chunk is no power of two, or the
       implementation is unknown.
   """
   implementation_lib.validate(implementation)
@@ -65,6 +65,12 @@ def gated_delta_rule(
     g=(g, ("B", "S", "nv")),
     beta=(beta, ("B", "S", "nv")),
     segment_ids=(segment_ids, ("B", "S")),
+  )
+  shapes.check_types(
+    "gated_delta_rule",
+    kernels=implementation != "reference",
+    values={"k": k, "q": q, "v": v, "g": g, "beta": beta},
+    ids={"segment_ids": segment_ids},
   )
   batch, _, nv, dv = v.shape
   nk, dk = k.shape[2:]

@@ -205,6 +205,28 @@ def test_operands_that_do_not_fit_are_refused(implementation, change, text):
   key, gate = (1, 32, 2, 128), (1, 32, 4)
   shapes = {"q": key, "k": key, "v": (1, 32, 4, 128), "g": gate, "beta": gate}
   shapes = {**shapes, "segment_ids": (1, 32), **change}
-  operands = {name: jnp.ones(shape, jnp.float32) for name, shape in shapes.items()}
+  kind = lambda name: jnp.int32 if "segment" in name or "positions" in name else jnp.float32
+  operands = {name: jnp.ones(shape, kind(name)) for name, shape in shapes.items()}
   with pytest.raises(ValueError, match=text):
     gdn.gated_delta_rule(**operands, implementation=implementation)
+
+
+def test_operands_of_other_types_are_refused():
+  shapes = {
+    "q": (1, 32, 2, 128),
+    "k": (1, 32, 2, 128),
+    "v": (1, 32, 4, 128),
+    "g": (1, 32, 4),
+    "beta": (1, 32, 4),
+  }
+  operands = {name: jnp.ones(shape, jnp.float32) for name, shape in shapes.items()}
+  ids = jnp.ones((1, 32), jnp.int32)
+  for name, dtype, implementation in (
+    ("v", jnp.int32, "reference"),
+    ("v", jnp.float16, "interpret"),
+    ("segment_ids", jnp.float32, "reference"),
+  ):
+    given = {**operands, "segment_ids": ids}
+    given[name] = given[name].astype(dtype)
+    with pytest.raises(ValueError, match=f"{name} is {jnp.dtype(dtype)}"):
+      gdn.gated_delta_rule(**given, implementation=implementation)

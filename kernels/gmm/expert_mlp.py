@@ -262,7 +262,7 @@ def expert_mlp(
   Raises:
     ValueError: Shapes do not agree, `weights` is not float32, `fused_dswiglu` is asked for with a
       tile that does not hold the whole of F, a fusion without `prefused` or with gate or up saved,
-      or a saved name that the derivative has no use for.
+      or a saved name that is none or that the derivative has no use for.
   """
   form = form or Form()
   gmm.check(x, wi, group_sizes)
@@ -274,6 +274,8 @@ def expert_mlp(
     raise ValueError(
       "fused_swiglu and fused_dswiglu want gate and up of one product: prefused=True"
     )
+  if unknown := set(form.saved) - set(SAVED_NAMES):
+    raise ValueError(f"saved={sorted(unknown)}: want names of {', '.join(SAVED_NAMES)}")
   fused = form.fused_swiglu or form.fused_dswiglu
   if fused and not {GATE, UP}.isdisjoint(form.saved):
     raise ValueError("fused_swiglu and fused_dswiglu write no gate or up that could be saved")

@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from kernels.base import implementation as implementation_lib
+from kernels.base import shapes
 from kernels.rms_norm import pallas_tpu
 
 
@@ -61,11 +62,12 @@ def rms_norm(
       128 are plain JAX whatever it says.
 
   Raises:
-    ValueError: `w` is not float32 [D], or the implementation is unknown.
+    ValueError: `w` is not float32 [D], `x` of another type, or the implementation is unknown.
   """
   implementation_lib.validate(implementation)
   if w.shape != x.shape[-1:] or w.dtype != jnp.float32:
     raise ValueError(f"want float32 factors [{x.shape[-1]}], got {w.dtype} {w.shape}")
+  shapes.check_types("rms_norm", kernels=implementation != "reference", values={"x": x})
   if implementation == "reference" or x.shape[-1] % 128:
     return plain(x, w, eps)
   return _norm(x.reshape(-1, x.shape[-1]), w[None], eps, implementation).reshape(x.shape)
