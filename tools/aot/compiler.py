@@ -20,6 +20,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -71,6 +72,10 @@ class CompileTimeoutError(CompileError):
 
 class CompileMemoryError(CompileError):
   """The compiling process took more memory than it may."""
+
+
+class CompileStoppedError(CompileError):
+  """The caller asked for an end."""
 
 
 class ProgramError(CompileError):
@@ -132,6 +137,7 @@ class Result:
     executable: The serialized executable, if asked for.
     seconds: Wall time of the child.
     peak_rss_bytes: The child's memory.
+    cpu_seconds: Processor time of the child, its start and lowering too.
     stages: Seconds at which the child passed each stage.
   """
 
@@ -144,6 +150,7 @@ class Result:
   executable: pathlib.Path | None
   seconds: float
   peak_rss_bytes: int
+  cpu_seconds: float
   stages: dict[str, float]
 
 
@@ -226,11 +233,12 @@ def relevant_lines(text: str, count: int = 8) -> list[str]:
   return [line[:500] for line in (reasons or lines)[-count:]]
 
 
-def compile_program(request: Request) -> Result:
+def compile_program(request: Request, stop: threading.Event | None = None) -> Result:
   """Compiles one program in a subprocess.
 
   Args:
     request: What to compile and how far.
+    stop: Ends the compile when another thread sets it.
 
   Returns:
     What the compiler said.  A program that needs more HBM than there is comes back with a
@@ -241,6 +249,7 @@ def compile_program(request: Request) -> Result:
     CompilerAbortedError: The compiler ended the process.
     CompileTimeoutError: `time_limit` passed.
     CompileMemoryError: `memory_limit` passed.
+    CompileStoppedError: `stop` was set.
     ArgumentError: The builder refused its arguments.
     ProgramError: The builder raised, or the compiler refused the program.
   """
@@ -272,7 +281,7 @@ def compile_program(request: Request) -> Result:
       start_new_session=True,
     )
     try:
-      ended, rss = _wait(child, request, dump, start)
+      ended, rss, cpu = _wait(child, request, dump, start, stop)
     finally:
       _kill(child)
   seconds = time.monotonic() - start
@@ -288,6 +297,8 @@ def compile_program(request: Request) -> Result:
       f"the compiling process took more than {request.memory_limit / 2**30:.1f} GiB of memory and"
       " was ended; give a smaller program, or a higher limit"
     )
+  if ended == "stopped":
+    raise CompileStoppedError("the compile was stopped")
   files = find_dump(dump)
   error = stages.get("error")
   if error and _is_refusal(error):
@@ -324,6 +335,7 @@ def compile_program(request: Request) -> Result:
     executable=executable if executable.exists() else None,
     seconds=seconds,
     peak_rss_bytes=rss,
+    cpu_seconds=cpu,
     stages={name: values["seconds"] for name, values in stages.items()},
   )
 
@@ -335,25 +347,35 @@ def _is_refusal(error: Mapping[str, Any]) -> bool:
 
 
 def _wait(
-  child: subprocess.Popen, request: Request, dump: pathlib.Path, start: float
-) -> tuple[str, int]:
-  """Waits for the child, the dump, memory or the clock; returns what came first and the child's memory."""
+  child: subprocess.Popen,
+  request: Request,
+  dump: pathlib.Path,
+  start: float,
+  stop: threading.Event | None,
+) -> tuple[str, int, float]:
+  """Waits for the child, the dump, memory, the clock or `stop`.
+
+  Returns:
+    What came first, the child's peak memory in bytes and its processor time in seconds.
+  """
   before: tuple[int, ...] = ()
-  peak = 0
+  peak, cpu = 0, 0.0
   while True:
     status = child.poll()
     if status is not None:
-      return ("signal" if status < 0 else "exit"), peak
-    peak = max(peak, _resident(child.pid))
+      return ("signal" if status < 0 else "exit"), peak, cpu
+    peak, cpu = max(peak, _resident(child.pid)), max(cpu, _processor_seconds(child.pid))
     if peak > request.memory_limit:
-      return "memory", peak
+      return "memory", peak, cpu
     if time.monotonic() - start > request.time_limit:
-      return "timeout", peak
+      return "timeout", peak, cpu
+    if stop is not None and stop.is_set():
+      return "stopped", peak, cpu
     if not request.full and (files := find_dump(dump)):
       sizes = files.sizes()
       # Two looks of equal size and proper endings: the writer is done with these files.
       if sizes == before and files.complete():
-        return "dump", peak
+        return "dump", peak, cpu
       before = sizes
     time.sleep(_POLL_SECONDS)
 
@@ -366,6 +388,16 @@ def _resident(pid: int) -> int:
     return 0
   found = re.search(r"VmHWM:\s+(\d+) kB", text)
   return int(found[1]) * 1024 if found else 0
+
+
+def _processor_seconds(pid: int) -> float:
+  """User and system time of a live process, 0 if it has just ended."""
+  try:
+    # The name of the program, in brackets, may hold blanks; the times are fields 14 and 15.
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+  except OSError:
+    return 0.0
+  return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _kill(child: subprocess.Popen) -> None:

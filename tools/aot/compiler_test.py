@@ -3,6 +3,7 @@
 import os
 import pathlib
 import sys
+import threading
 import time
 
 import pytest
@@ -35,6 +36,7 @@ def test_sharded_product_compiles_for_256_devices(product):
   assert [k.op_name.split("/")[-2] for k in kernels] == ["block_product"]
   assert product.stages["lowered"] < product.seconds < 60
   assert product.peak_rss_bytes > 2**27
+  assert 0.5 < product.cpu_seconds < 120
 
 
 def test_memory_is_read_back(product):
@@ -125,6 +127,14 @@ def test_time_limit_ends_the_whole_process_group(tmp_path):
       break
     time.sleep(0.05)
   assert gone
+
+
+def test_another_thread_may_stop_it(tmp_path):
+  stop = threading.Event()
+  stop.set()
+  request = compiler.Request(builder="tools.aot.faults:swell", directory=str(tmp_path / "out"))
+  with pytest.raises(compiler.CompileStoppedError):
+    compiler.compile_program(request, stop)
 
 
 def test_memory_without_end_is_ended(tmp_path):

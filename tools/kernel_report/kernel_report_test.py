@@ -3,13 +3,14 @@
 import dataclasses
 import importlib.util
 import json
+import threading
 from typing import Any
 
 import pytest
 
 from kernels.base import options, refusals
 from tools.kernel_report import case as case_lib
-from tools.kernel_report import cases, main, public_cases, report, schedule
+from tools.kernel_report import cases, main, public_cases, report, running, schedule
 from tools.roofline.machine import TPU7X
 
 PROGRAM = """HloModule m, is_scheduled=true
@@ -104,7 +105,7 @@ def test_a_schedule_quicker_than_its_products_is_no_ratio():
 
 
 def test_without_a_simulation_the_rest_is_told(tmp_path, monkeypatch):
-  def compile_(case, *_, simulate):
+  def compile_(case, *_, simulate, **__):
     if simulate:
       raise report.compiler.CompilerAbortedError("the compiler ended its process by signal 6")
     return report.make_row(case, found(0), 3.0)
@@ -256,7 +257,7 @@ def test_a_case_that_cannot_be_built_is_a_row_with_the_reason(tmp_path):
 def test_the_whole_work_gives_compile_facts_and_the_part_gives_cycles(tmp_path, monkeypatch):
   seen = []
 
-  def compile_(case, directory, time_limit, *, simulate):
+  def compile_(case, directory, time_limit, *, simulate, **_):
     seen.append((case.arguments["rows"], simulate))
     row = report.make_row(case, found(4_400_000 if simulate else 0), 3.0 if simulate else 9.0)
     return dataclasses.replace(row, vmem_mib=float(case.arguments["rows"]))
@@ -268,7 +269,7 @@ def test_the_whole_work_gives_compile_facts_and_the_part_gives_cycles(tmp_path, 
   assert seen == [(1, True), (64, False)]
   assert report.profile_case(both, str(tmp_path), 1.0, whole=False).vmem_mib == 1.0
 
-  def refused(case, directory, time_limit, *, simulate):
+  def refused(case, directory, time_limit, *, simulate, **_):
     if simulate:
       return compile_(case, directory, time_limit, simulate=True)
     raise report.compiler.ProgramError("exceeds scoped vmem")
@@ -284,7 +285,9 @@ def test_the_whole_work_gives_compile_facts_and_the_part_gives_cycles(tmp_path, 
 def test_models_share_a_part(tmp_path, monkeypatch):
   seen: dict[str, report.Row] = {}
   runs = []
-  make = lambda case, *_, simulate: runs.append(simulate) or report.make_row(case, found(1), 3.0)
+  make = lambda case, *_, simulate, **__: (
+    runs.append(simulate) or report.make_row(case, found(1), 3.0)
+  )
   monkeypatch.setattr(report, "_compile", make)
   first = report.profile_case(case(), str(tmp_path), 1.0, seen=seen)
   second = report.profile_case(case(name="b: other", part="half"), str(tmp_path), 1.0, seen=seen)
@@ -313,8 +316,44 @@ def test_a_program_of_xla_is_played():
   assert "not priced" in row.note and "Mystery" in row.note
 
 
+def test_cases_run_side_by_side_but_a_shared_part_once():
+  shared = [case(name=name, arguments={"rows": 1}) for name in ("a", "b")]
+  others = [case(name=name, arguments={"rows": name}) for name in ("c", "d")]
+  both, rows = threading.Barrier(2, timeout=20), []
+
+  def profile(case, seen, stop):
+    if case.name in ("c", "d"):
+      both.wait()  # passes only where two run at a time
+    fresh = report.part_key(case) not in seen
+    seen[report.part_key(case)] = None
+    return f"{case.name} {fresh}"
+
+  running.run([shared[0], *others, shared[1]], profile, rows.append, jobs=3)
+  assert sorted(rows) == ["a True", "b False", "c True", "d True"]
+  assert rows.index("a True") < rows.index("b False")
+
+
+@pytest.mark.parametrize("error", [options.UserError("disk full"), KeyboardInterrupt()])
+def test_an_end_stops_the_compiles_that_run(error):
+  stopped, begun = [], threading.Event()
+
+  def profile(case, seen, stop):
+    if case.name != "wrong":
+      begun.set()
+      assert stop.wait(20)
+      stopped.append(case.name)
+      raise report.compiler.CompileStoppedError("stopped")
+    assert begun.wait(20)
+    raise error
+
+  cases_ = [case(name=name, arguments={"rows": name}) for name in ("long", "wrong", "waits")]
+  with pytest.raises(type(error)):
+    running.run(cases_, profile, lambda row: None, jobs=2)
+  assert "long" in stopped
+
+
 def test_what_one_case_does_wrong_does_not_end_the_others(tmp_path, monkeypatch):
-  def wrong(case, *_, simulate):
+  def wrong(case, *_, simulate, **__):
     raise ValueError("no such tile")
 
   monkeypatch.setattr(report, "_compile", wrong)

@@ -10,6 +10,7 @@ max(cycles / clock, bytes / HBM rate).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import tempfile
 
@@ -28,6 +29,9 @@ class KernelReportOptions:
     True, help="Compile a device's whole work too, for its VMEM, spills and compile time."
   )
   time_limit: float = options.option(600.0, help="Seconds for each compile.", minimum=1.0)
+  jobs: int = options.option(
+    1, help="Compiles at a time; each takes a core or two and up to 8 GiB.", minimum=1
+  )
   json: str | None = options.option(None, help="File to write rows to as JSON.", writes=True)
   markdown: str | None = options.option(
     None, help="File to write the table to as Markdown.", writes=True
@@ -59,7 +63,7 @@ RULES = (
 def run(settings: options.Settings) -> int:
   """Profiles, prints and writes."""
   from tools.aot import compiler
-  from tools.kernel_report import cases, report
+  from tools.kernel_report import cases, report, running
 
   os.chdir(os.environ.get("BUILD_WORKING_DIRECTORY", "."))
   chosen = [c for c in cases.CASES if all(w in c.name for w in settings.cases)]
@@ -70,25 +74,32 @@ def run(settings: options.Settings) -> int:
   if settings.list:
     print("\n".join(c.name for c in chosen))
     return 0
-  rows: list[report.Row] = []
-  seen: dict[str, report.Row] = {}
   kept = report.read_json(settings.json) if settings.keep_rows else {}
+  same = lambda case: report.same_work(kept.get(case.name), case, whole=settings.whole)
+  left = [case for case in chosen if not same(case)]
+  count = itertools.count(len(chosen) - len(left) + 1)
+  order = {case.name: place for place, case in enumerate(cases.CASES)}
+
+  def done(row: report.Row) -> None:
+    print(f"{next(count)}/{len(chosen)} {report.line(row)}", flush=True)
+    kept[row.name] = row
+    if settings.json:  # after each: a compile can take minutes
+      in_order = sorted(kept.values(), key=lambda row: order.get(row.name, len(order)))
+      report.write_json(in_order, settings.json)
+
   with tempfile.TemporaryDirectory() as scratch:
-    for number, case in enumerate(chosen, 1):
-      if report.same_work(kept.get(case.name), case, whole=settings.whole):
-        rows.append(kept[case.name])
-        continue
-      try:
-        row = report.profile_case(
-          case, f"{scratch}/{number}", settings.time_limit, whole=settings.whole, seen=seen
-        )
-      except compiler.LibtpuMissingError as error:
-        raise options.UserError(str(error)) from error
-      print(f"{number}/{len(chosen)} {report.line(row)}", flush=True)
-      rows.append(row)
-      kept[case.name] = row
-      if settings.json:  # after each: a compile can take minutes
-        report.write_json([*kept.values()], settings.json)
+
+    def profile(case, seen, stop):
+      place, limit = tempfile.mkdtemp(dir=scratch), settings.time_limit
+      return report.profile_case(
+        case, f"{place}/out", limit, whole=settings.whole, seen=seen, stop=stop
+      )
+
+    try:
+      running.run(left, profile, done, jobs=settings.jobs)
+    except compiler.LibtpuMissingError as error:
+      raise options.UserError(str(error)) from error
+  rows = [kept[case.name] for case in chosen]
   report.show(rows)
   if settings.markdown:
     report.write_markdown(rows, settings.markdown)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-import resource
 import shutil
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +22,8 @@ from tools.roofline.machine import TPU7X
 
 # Simulations of long schedules that pass it would not end soon either.
 _MEMORY_LIMIT = 8 * 2**30
+# What ends the report.
+ENDS = (compiler.LibtpuMissingError, compiler.CompileStoppedError)
 # What a case may do wrong: the compiler, the builder, or a text that its reader does not know.
 _UNPRICED = (compiler.CompileError, schedule.NoProfileError, ValueError, OSError)
 
@@ -116,6 +118,11 @@ def program_row(case: KernelCase, text: str, compile_seconds: float) -> Row:
   return dataclasses.replace(row, note="; ".join(text for text in said if text)[:300])
 
 
+def part_key(case: KernelCase) -> str:
+  """What cases have in common that share a simulation."""
+  return json.dumps([case.builder, dict(case.arguments), case.kernel], sort_keys=True)
+
+
 def profile_case(
   case: KernelCase,
   directory: str,
@@ -123,6 +130,7 @@ def profile_case(
   *,
   whole: bool = True,
   seen: dict[str, Row] | None = None,
+  stop: threading.Event | None = None,
 ) -> Row:
   """Compiles a case in a process of its own and reads its profile.
 
@@ -135,6 +143,7 @@ def profile_case(
     time_limit: Seconds for each compile.
     whole: Compile the whole work too, where the case names it.
     seen: Rows of parts simulated so far, to which this one is added: models share parts.
+    stop: Ends the compile when another thread sets it.
 
   Returns:
     The row.  Whatever the compiler or the builder did wrong is said in it: one case does not end
@@ -142,18 +151,19 @@ def profile_case(
 
   Raises:
     compiler.LibtpuMissingError: The compiler is not installed.
+    compiler.CompileStoppedError: `stop` was set.
   """
   seen = {} if seen is None else seen
-  key = json.dumps([case.builder, dict(case.arguments), case.kernel], sort_keys=True)
+  key = part_key(case)
   if key not in seen:
-    seen[key] = _profile_part(case, directory, time_limit)
+    seen[key] = _profile_part(case, directory, time_limit, stop)
   row = dataclasses.replace(seen[key], name=case.name, part=case.part)
   if row.error or not whole or case.whole is None:
     return row
   work = dataclasses.replace(case, arguments=case.whole)
   try:
-    full = _compile(work, directory, time_limit, simulate=False)
-  except compiler.LibtpuMissingError:
+    full = _compile(work, directory, time_limit, simulate=False, stop=stop)
+  except ENDS:
     raise
   except _UNPRICED as error:
     # The part's cycles stay; its size and compile time would pass for the whole's.
@@ -184,17 +194,19 @@ def _first_line(error: Exception) -> str:
   return " ".join(lines[:2])[:160] or type(error).__name__
 
 
-def _profile_part(case: KernelCase, directory: str, time_limit: float) -> Row:
+def _profile_part(
+  case: KernelCase, directory: str, time_limit: float, stop: threading.Event | None
+) -> Row:
   if case.program:
     try:
-      return _compile(case, directory, time_limit, simulate=False)
-    except compiler.LibtpuMissingError:
+      return _compile(case, directory, time_limit, simulate=False, stop=stop)
+    except ENDS:
       raise
     except _UNPRICED as error:
       return _failed(case, error)
   try:
-    return _compile(case, directory, time_limit, simulate=True)
-  except compiler.LibtpuMissingError:
+    return _compile(case, directory, time_limit, simulate=True, stop=stop)
+  except ENDS:
     raise
   except (
     compiler.CompileTimeoutError,
@@ -206,7 +218,7 @@ def _profile_part(case: KernelCase, directory: str, time_limit: float) -> Row:
   except _UNPRICED as error:
     return _failed(case, error)
   try:
-    row = _compile(case, directory, time_limit, simulate=False)
+    row = _compile(case, directory, time_limit, simulate=False, stop=stop)
     return dataclasses.replace(row, note=f"no cycles from the simulation of the schedule: {why}")
   except _UNPRICED as error:
     return _failed(case, error)
@@ -223,7 +235,14 @@ def _failed(case: KernelCase, error: Exception) -> Row:
   )
 
 
-def _compile(case: KernelCase, directory: str, time_limit: float, *, simulate: bool) -> Row:
+def _compile(
+  case: KernelCase,
+  directory: str,
+  time_limit: float,
+  *,
+  simulate: bool,
+  stop: threading.Event | None = None,
+) -> Row:
   out = pathlib.Path(directory)
   profiles, schedules = out.with_suffix(".profiles"), out.with_suffix(".schedules")
   flags = []
@@ -231,7 +250,6 @@ def _compile(case: KernelCase, directory: str, time_limit: float, *, simulate: b
     flags = [f"--xla_jf_dump_to={schedules}", "--xla_jf_dump_llo_text=true"]
   if simulate:
     flags.append(f"--xla_jf_dump_static_llo_profile_to={profiles}")
-  before = _children_cpu()
   try:
     result = compiler.compile_program(
       compiler.Request(
@@ -242,13 +260,14 @@ def _compile(case: KernelCase, directory: str, time_limit: float, *, simulate: b
         time_limit=time_limit,
         memory_limit=_MEMORY_LIMIT,
         init_args=" ".join(flags),
-      )
+      ),
+      stop,
     )
     if "compiled" not in result.stages:
       raise compiler.ProgramError(f"the compiler refused the program: {result.verdict.detail}")
     seconds = result.stages["compiled"] - result.stages["lowered"]
     text = result.hlo.read_text()
-    cpu = _children_cpu() - before
+    cpu = result.cpu_seconds
     if case.program:
       return dataclasses.replace(program_row(case, text, seconds), cpu_s=cpu)
     found = schedule.read(
@@ -261,11 +280,6 @@ def _compile(case: KernelCase, directory: str, time_limit: float, *, simulate: b
   finally:
     for folder in (out, profiles, schedules):
       shutil.rmtree(folder, ignore_errors=True)
-
-
-def _children_cpu() -> float:
-  used = resource.getrusage(resource.RUSAGE_CHILDREN)
-  return used.ru_utime + used.ru_stime
 
 
 HEADINGS = (
