@@ -205,10 +205,27 @@ def test_inverse(correlation, pack):
     heads.append(np.tril(0.95 * keys @ keys.T, -1))
   chunk = tile_math.Chunk(size, pack, tile_math.Products(exact=True))
   select = tile_math.block_selector(size, pack, jnp.float32)
-  (got,) = chunk.inverses([jnp.asarray(np.concatenate(heads, axis=1), jnp.float32)], select)
+  matrix = jnp.asarray(np.concatenate(heads, axis=1), jnp.float32)
+  (got,), _ = chunk.inverses([matrix], select)
   for i, head in enumerate(heads):
     want = np.linalg.inv(np.eye(size) + head)
     assert _relative(got[:, i * size : (i + 1) * size], want) <= 1e-6
+
+
+@pytest.mark.parametrize("size", [16, 32, 64])
+@pytest.mark.parametrize("pack", [1, 2])
+def test_pieces_of_the_inverse_are_its_split(pack, size):
+  r = np.random.default_rng(1)
+  heads = [np.tril(r.normal(size=(size, size)) / size, -1) for _ in range(pack)]
+  chunk = tile_math.Chunk(size, pack, tile_math.Products(exact=False))
+  select = tile_math.block_selector(size, pack, jnp.bfloat16)
+  matrix = jnp.asarray(np.concatenate(heads, axis=1), jnp.float32)
+  (got,), (pieces,) = chunk.inverses([matrix], select)
+  for i, head in enumerate(heads):
+    want = np.linalg.inv(np.eye(size) + head)
+    assert _relative(got[:, i * size : (i + 1) * size], want) <= 1e-4
+  for piece, want in zip(pieces, chunk.products.split(got), strict=True):
+    np.testing.assert_array_equal(np.asarray(piece), np.asarray(want))
 
 
 def test_decay_never_overflows():

@@ -143,7 +143,7 @@ def _kernel(*given, shape: layout.Shape, exact: bool, full: bool, dv):
   # Gradients of A and P: one product, as both have the updates on the right.
   between = [
     products(
-      split(jnp.concatenate([-dx[n], d_outs[n].astype(jnp.float32)], axis=0)),
+      tile_math.over(split(-dx[n]), split(d_outs[n])),
       chunk.diagonal(split(updates[n])),
       tile_math.ROWS_ROWS,
     )
@@ -183,18 +183,18 @@ def _kernel(*given, shape: layout.Shape, exact: bool, full: bool, dv):
   fold = lambda parts, group: sum(
     half for x in parts[group * packs : (group + 1) * packs] for half in chunk.halves(x)
   )
-  by_states = [products(d_both[g], state_pieces[g], tile_math.ROWS_ROWS) for g in groups]
-  ends = [split(of_group([end_scales[n] * updates[n] for n, _ in numbered], g)) for g in groups]
-  through_u = [products(ends[g], d_state_pieces[g], tile_math.ROWS_ROWS) for g in groups]
   for group in groups:
     head, (q, k) = keys[group], queries[group]
+    by_states = products(d_both[group], state_pieces[group], tile_math.ROWS_ROWS)
+    ends = split(of_group([end_scales[n] * updates[n] for n, _ in numbered], group))
+    through_u = products(ends, d_state_pieces[group], tile_math.ROWS_ROWS)
     square = jnp.concatenate([fold(beta_e, group), fold(f, group)], axis=0)
     k_row = head.k_norm_row[:, :tokens]
     norms = jnp.concatenate([head.k_norm, q_norms[group]], axis=0)
     forward = norms * products(square * k_row, head.keys)
     back = head.k_norm * products(square * norms, head.both, tile_math.COLS_COLS)
-    d_query = forward[tokens:] + by_states[group][tokens:]
-    d_key = forward[:tokens] + back + by_states[group][:tokens] + through_u[group]
+    d_query = forward[tokens:] + by_states[tokens:]
+    d_key = forward[:tokens] + back + by_states[:tokens] + through_u
     lanes = slice(group * dk, (group + 1) * dk)
     dq_ref[0, :, lanes] = _l2_gradient(q, head.q_norm, d_query).astype(dq_ref.dtype)
     dk_ref[0, :, lanes] = _l2_gradient(k, head.k_norm, d_key).astype(dk_ref.dtype)

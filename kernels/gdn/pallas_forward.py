@@ -22,6 +22,10 @@ from jaxtyping import Array, Float
 
 from kernels.gdn import flops, head_groups, layout, tile_math
 
+# Groups of heads between the update of a state and the end of its chunk: fewer do not hide the
+# products' latency, more keep too much for the registers.
+_BEHIND = 4
+
 
 class Saved(NamedTuple):
   """What the backward pass reads of the forward pass.
@@ -92,31 +96,39 @@ def _kernel(*given, shape: layout.Shape, exact: bool, has_values, want_output, w
   wide = lambda x, n: chunk.columns([x[:, h : h + 1] for h in indices[n]], dv)
   below = [jnp.where(strict, key.kk, 0.0) for key in keys]
   lower = [chunk.narrow(betas[:, at(n)]) * below[group] * decays[n] for n, (group, _) in numbered]
-  inverses = chunk.inverses(lower, block_ref[...])
+  inverses, inverse_pieces = chunk.inverses(lower, block_ref[...])
 
-  inputs = []
-  for n, (group, t) in numbered:
+  def update(n):
+    group, t = every[n]
     x = -seen_scales[:, at(n)] * reads[group][:tokens, width(t)]
     if has_values:
       x += jnp.where(real, v_ref[0, :, at(n)].astype(jnp.float32), 0.0)
-    inputs.append(split(betas[:, at(n)] * x))
-  updates = [products(split(t), chunk.diagonal(x)) for t, x in zip(inverses, inputs)]
+    x = split(betas[:, at(n)] * x)
+    return products(inverse_pieces[n], chunk.diagonal(x))
 
-  if want_output:
-    for n, (group, t) in numbered:
-      out = products(keys[group].qk * decays[n], chunk.diagonal(split(updates[n])))
-      out += wide(columns[2], n) * reads[group][tokens:, width(t)]
-      out_ref[0, :, at(n)] = out.astype(out_ref.dtype)
-
-  writes = [wide(columns[3], n) * updates[n] for n, _ in numbered]
-  for group in groups:
-    writing = writes[group * packs : (group + 1) * packs]
+  def finish(group, updates):
+    mine = [(n, t) for n, (owner, t) in numbered if owner == group]
+    if want_output:
+      for (n, t), u in zip(mine, updates):
+        out = products(keys[group].qk * decays[n], chunk.diagonal(split(u)))
+        out += wide(columns[2], n) * reads[group][tokens:, width(t)]
+        out_ref[0, :, at(n)] = out.astype(out_ref.dtype)
+    writing = [wide(columns[3], n) * u for (n, _), u in zip(mine, updates)]
     writing = writing[0] if packs == 1 else jnp.concatenate(writing, axis=1)
     written = products(keys[group].keys, split(writing), tile_math.COLS_COLS)
     for j in range(heads):
       whole = gates.from_start[tokens - 1 :, group * heads + j : group * heads + j + 1]
       lanes = slice(j * dv, (j + 1) * dv)
       state_ref[group, :, lanes] = whole * states[group][:, lanes] + written[:, lanes]
+
+  # A group's results are written while later groups' updates are multiplied: fewer wait in VMEM.
+  updated = []
+  for group in groups:
+    updated.append([update(n) for n, (owner, _) in numbered if owner == group])
+    if group >= _BEHIND:
+      finish(group - _BEHIND, updated[group - _BEHIND])
+  for group in groups[-_BEHIND:]:
+    finish(group, updated[group])
 
   if want_saved:
     for group in groups:

@@ -84,6 +84,13 @@ class Products:
     return out[rows:] + out[:rows] if above else out
 
 
+def over(a, b):
+  """Pieces of [a; b]: what is exact in one piece has a second of zero."""
+  count = max(len(a), len(b))
+  full = lambda pieces: (*pieces, *[jnp.zeros_like(pieces[0])] * (count - len(pieces)))
+  return tuple(jnp.concatenate(pair, axis=0) for pair in zip(full(a), full(b)))
+
+
 def block_selector(tokens: int, pack: int, dtype):
   """Ones at (lane, j * lanes + l) where `lane` is column j of the block that lane l lies in.
 
@@ -263,14 +270,39 @@ class Chunk:
       for i in range(len(diagonals))
     ]
 
+  def _corners(self, pieces, size: int):
+    """The blocks of `size` rows that a merge multiplies, as `diagonal` arranges them.
+
+    Block i of an odd number keeps the columns of block i - 1, the others nothing; then one head's
+    rows stand below the other's.
+    """
+    lane = self._lane((size, self.pack * self.tokens)) >> _log2(size)
+    count = self.tokens // size
+    none = jnp.zeros(lane.shape, pieces[0].dtype)
+
+    def block(piece, head, i):
+      if i % 2 == 0:
+        return none
+      return jnp.where(lane == head * count + i - 1, piece[i * size : (i + 1) * size], none)
+
+    return tuple(
+      jnp.concatenate(
+        [block(piece, head, i) for head in range(self.pack) for i in range(count)], axis=0
+      )
+      for piece in pieces
+    )
+
   def inverses(self, matrices, select):
     """(I + a)^-1 of each of some packed strictly lower triangular matrices.
 
     Substitution inside diagonal blocks of 16 rows, all blocks of a pack at once, one block beside
     the other on the lanes (`select` is `block_selector`'s); then pairs of blocks are merged: [[T1, 0], [-T2 A21 T1, T2]].  The
     matrices advance in step, so that the chain of one hides behind the others'.
+
+    Returns:
+      The inverses, and their pieces: rows are split once, when they are final.
     """
-    row, column = self.positions()
+    split = self.products.split
     base = min(_BASE, self.tokens)
     lanes = (base, self.pack * self.tokens)
     lane, in_block = self._lane(lanes), self._lane(lanes, 0)
@@ -288,29 +320,36 @@ class Chunk:
     for j in range(base - 1):
       # Rows up to j have weight zero; row j is finished.
       solved = [t - w[j] * t[j : j + 1] for t, w in zip(solved, weights)]
-    inverses = [
-      jnp.concatenate([jnp.where(owner == block, t, 0.0) for block in blocks], axis=0)
-      for t in solved
-    ]
+
+    def apart(t):
+      zero = jnp.zeros_like(t)
+      return jnp.concatenate([jnp.where(owner == block, t, zero) for block in blocks], axis=0)
+
+    inverses = [apart(t) for t in solved]
+    pieces = [tuple(apart(piece) for piece in split(t)) for t in solved]
+    factors = [split(a) for a in matrices] if base < self.tokens else []
     size = base
     while size < self.tokens:
-      shift = _log2(size)
-      corner = ((row >> shift) & 1 == 1) & (column >> shift == (row >> shift) - 1)
-      lower = lambda x, size=size: [x[i : i + size] for i in range(size, self.tokens, 2 * size)]
-      below = [self.diagonal(self.products.split(jnp.where(corner, a, 0.0))) for a in matrices]
-      pieces = [self.products.split(t) for t in inverses]
-      rows = [tuple(jnp.concatenate(lower(x), axis=0) for x in p) for p in pieces]
+      odd = [slice(i, i + size) for i in range(size, self.tokens, 2 * size)]
+      below = [self._corners(a, size) for a in factors]
+      rows = [tuple(jnp.concatenate([x[i] for i in odd], axis=0) for x in p) for p in pieces]
       steps = [self.products(t, a) for t, a in zip(rows, below)]
       steps = [self.products(x, self.diagonal(t)) for x, t in zip(steps, pieces)]
-      merged = []
-      for t, x in zip(inverses, steps):
-        parts = [t[i : i + size] for i in range(0, self.tokens, size)]
-        for i in range(1, len(parts), 2):
-          parts[i] = parts[i] - x[i // 2 * size : (i // 2 + 1) * size]
-        merged.append(jnp.concatenate(parts, axis=0))
-      inverses = merged
+
+      def merged(whole, new, size=size):
+        """`whole` with its odd blocks replaced by the rows of `new`."""
+        parts = [whole[i : i + size] for i in range(0, self.tokens, size)]
+        parts[1::2] = [new[i : i + size] for i in range(0, self.tokens // 2, size)]
+        return jnp.concatenate(parts, axis=0)
+
+      new = [
+        jnp.concatenate([t[i] for i in odd], axis=0) - x  # noqa: B023 (called in this round)
+        for t, x in zip(inverses, steps)
+      ]
+      inverses = [merged(t, x) for t, x in zip(inverses, new)]
+      pieces = [tuple(map(merged, p, split(x))) for p, x in zip(pieces, new)]
       size *= 2
-    return inverses
+    return inverses, pieces
 
 
 class KeyHead(NamedTuple):
