@@ -183,11 +183,14 @@ def _kernel(*given, shape: layout.Shape, exact: bool, full: bool, dv):
   fold = lambda parts, group: sum(
     half for x in parts[group * packs : (group + 1) * packs] for half in chunk.halves(x)
   )
-  for group in groups:
-    head, (q, k) = keys[group], queries[group]
-    by_states = products(d_both[group], state_pieces[group], tile_math.ROWS_ROWS)
+
+  def towards_keys(group):
     ends = split(of_group([end_scales[n] * updates[n] for n, _ in numbered], group))
-    through_u = products(ends, d_state_pieces[group], tile_math.ROWS_ROWS)
+    by_states = products(d_both[group], state_pieces[group], tile_math.ROWS_ROWS)
+    return by_states, products(ends, d_state_pieces[group], tile_math.ROWS_ROWS)
+
+  def finish(group, by_states, through_u):
+    head, (q, k) = keys[group], queries[group]
     square = jnp.concatenate([fold(beta_e, group), fold(f, group)], axis=0)
     k_row = head.k_norm_row[:, :tokens]
     norms = jnp.concatenate([head.k_norm, q_norms[group]], axis=0)
@@ -198,6 +201,14 @@ def _kernel(*given, shape: layout.Shape, exact: bool, full: bool, dv):
     lanes = slice(group * dk, (group + 1) * dk)
     dq_ref[0, :, lanes] = _l2_gradient(q, head.q_norm, d_query).astype(dq_ref.dtype)
     dk_ref[0, :, lanes] = _l2_gradient(k, head.k_norm, d_key).astype(dk_ref.dtype)
+
+  waiting = []
+  for group in groups:
+    waiting.append(towards_keys(group))
+    if group >= pallas_forward.BEHIND:
+      finish(group - pallas_forward.BEHIND, *waiting[group - pallas_forward.BEHIND])
+  for group in groups[-pallas_forward.BEHIND :]:
+    finish(group, *waiting[group])
 
 
 def _run(q, k, v, gates, d_out, states, inverses, d_final, *, shape, interpret):

@@ -24,7 +24,7 @@ from kernels.gdn import flops, head_groups, layout, tile_math
 
 # Groups of heads between the update of a state and the end of its chunk: fewer do not hide the
 # products' latency, more keep too much for the registers.
-_BEHIND = 4
+BEHIND = 4
 
 
 class Saved(NamedTuple):
@@ -125,9 +125,9 @@ def _kernel(*given, shape: layout.Shape, exact: bool, has_values, want_output, w
   updated = []
   for group in groups:
     updated.append([update(n) for n, (owner, _) in numbered if owner == group])
-    if group >= _BEHIND:
-      finish(group - _BEHIND, updated[group - _BEHIND])
-  for group in groups[-_BEHIND:]:
+    if group >= BEHIND:
+      finish(group - BEHIND, updated[group - BEHIND])
+  for group in groups[-BEHIND:]:
     finish(group, updated[group])
 
   if want_saved:
