@@ -252,6 +252,7 @@ class OptimizerOptions:
     None,
     help="Learning rate; empty for 1e-6 * sqrt(trajectories of a step / 256).",
     minimum=0.0,
+    maximum=1e6,
   )
   learning_rate_decay_steps: int | None = option(
     None,
@@ -260,8 +261,12 @@ class OptimizerOptions:
   )
   adam_b1: float = option(0.9, help="Decay of the first moment.", minimum=0.0, maximum=1.0)
   adam_b2: float = option(0.999, help="Decay of the second moment.", minimum=0.0, maximum=1.0)
-  adam_eps: float = option(1e-8, help="Added to the root of the second moment.", minimum=0.0)
-  weight_decay: float = option(0.0, help="Decoupled weight decay.", minimum=0.0)
+  adam_eps: float = option(
+    1e-8,
+    help="Added to the root of the second moment; above 0, or a weight without gradient is 0 / 0.",
+    minimum=1e-30,
+  )
+  weight_decay: float = option(0.0, help="Decoupled weight decay.", minimum=0.0, maximum=1e6)
   gradient_clip: float | None = option(
     None,
     help="Largest global gradient norm of a step, 0 for no limit; empty for 0.125 * sqrt(256 / "

@@ -30,6 +30,7 @@ from rl import (
   checkpointing,
   collect,
   evaluate,
+  finite,
   learner,
   metrics_log,
   rollouts,
@@ -220,6 +221,11 @@ class Loop:
       self._store.wait()
       if self._skipped and not self._updated:
         raise self._not_finite()
+      if names := finite.broken(self.weights):
+        raise options.UserError(
+          f"{len(names)} parameters are not finite, such as {names[0]}; no model is exported: lower "
+          "--learning_rate, or go on from an earlier checkpoint"
+        )
       if not finished:
         self._say(
           f"stopped by {self._preemption.requested}; saved to {self.parts.output_dir}; the same "

@@ -5,25 +5,32 @@ A part of the one table in `refusals`.
 
 from __future__ import annotations
 
+from kernels.base.options import declared
 from kernels.base.refusals import Rule
+from model.sharded.options import ShardedOptions
 from rl import known_model
 from rl.sharded_refusals import CELL, RING, dense_ranks, expert_ranks, shape
 
+_SHARDED = tuple(o.name for o in declared(ShardedOptions))
 _DEFAULT_TAPS = 4  # of the convolution, where the model is not known
 
 
-def _indivisible(settings) -> bool:
+def _indivisible(settings) -> list[str]:
+  """Sizes of the model that the mesh's ranks do not divide."""
   model = known_model.of(settings)
   if settings.mesh is None or model is None:
-    return False
+    return []
   mesh, dense = shape(settings), dense_ranks(settings)
-  if model.hidden_size % dense:
-    return True
-  if mesh.devices == mesh.fsdp:
-    return False
-  return bool(
-    model.vocab_size % dense or (model.is_moe and model.num_experts % expert_ranks(settings))
+  sizes = [("hidden_size", model.hidden_size, dense)]
+  # As in `placed.layout_of`: the partitioner takes uneven parts, written collectives do not.
+  partitioned = settings.kernel_implementation == "reference" and not any(
+    name in settings.changed for name in _SHARDED
   )
+  if mesh.devices != mesh.fsdp or not partitioned:
+    sizes.append(("vocab_size", model.vocab_size, dense))
+    if model.is_moe:
+      sizes.append(("num_experts", model.num_experts, expert_ranks(settings)))
+  return [f"{name}={n} over {ranks} devices" for name, n, ranks in sizes if n % ranks]
 
 
 def _short_parts(settings) -> bool:
@@ -35,8 +42,9 @@ def _short_parts(settings) -> bool:
 MESH_RULES = (
   Rule(
     name="model-divides-over-mesh",
-    keys=("mesh", "custom_mesh_and_rule", "model_preset", "checkpoint"),
-    broken=_indivisible,
+    keys=("mesh", "custom_mesh_and_rule", "kernel_implementation", "model_preset", "checkpoint"),
+    broken=lambda s: bool(_indivisible(s)),
+    detail=lambda s: "; ".join(_indivisible(s)),
     reason="every device holds an equal part of the hidden size, the vocabulary and the experts; take "
     "a mesh that divides them",
     accepted=CELL,

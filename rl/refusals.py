@@ -101,7 +101,7 @@ LOSS_RULES = (
     keys=("loss", "ratio_clip_c"),
     broken=lambda s: s.ratio_clip_c is not None and s.loss not in ("grpo", "gspo"),
     reason="only the clipped losses grpo and gspo have a dual clip; leave ratio_clip_c empty",
-    accepted={"loss": "grpo", "ratio_clip_c": 3.0},
+    accepted={"loss": "grpo", "ratio_clip_c": 3.0, "force_on_policy_ratio": False},
     refused={"loss": "reinforce", "ratio_clip_c": 3.0},
   ),
   Rule(
@@ -121,6 +121,18 @@ LOSS_RULES = (
     reason="only --loss_aggregation=sequence-mean-token-sum-norm divides by it",
     accepted={"loss_length_norm": 100.0, "loss_aggregation": "sequence-mean-token-sum-norm"},
     refused={"loss_length_norm": 100.0},
+  ),
+  Rule(
+    name="ratio-clip-unused",
+    keys=("ratio_clip_min", "ratio_clip_max", "ratio_clip_c", "force_on_policy_ratio"),
+    broken=lambda s: (
+      s.force_on_policy_ratio
+      and any(name in s.changed for name in ("ratio_clip_min", "ratio_clip_max", "ratio_clip_c"))
+    ),
+    reason="a forced ratio is 1, which nothing clips; add --force_on_policy_ratio=false or leave the clips "
+    "alone",
+    accepted={"ratio_clip_c": 3.0, "force_on_policy_ratio": False},
+    refused={"ratio_clip_min": 0.1},
   ),
   Rule(
     name="old-logprobs-unused",
@@ -173,7 +185,8 @@ BATCH_RULES = (
     name="one-segment-unpacked",
     keys=("packing", "max_segments_per_row"),
     broken=lambda s: not s.packing and s.max_segments_per_row not in (1, 16),
-    reason="without packing a row holds one trajectory; leave max_segments_per_row alone",
+    reason="without packing a row holds one trajectory; add --max_segments_per_row=1, also where a recipe "
+    "gave another number",
     accepted={"packing": False},
     refused={"packing": False, "max_segments_per_row": 4},
   ),

@@ -162,7 +162,7 @@ class WarmupOptions:
   )
   warmup_batch: int = option(256, help="Demonstrations of a supervised update.", minimum=1)
   warmup_learning_rate: float = option(
-    2e-3, help="Learning rate of the supervised phase.", minimum=0.0
+    2e-3, help="Learning rate of the supervised phase.", minimum=0.0, maximum=1e6
   )
 
 

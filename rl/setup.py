@@ -18,6 +18,7 @@ from model.sharded.options import ShardedOptions
 from rl import (
   collect,
   config,
+  finite,
   learner,
   memory,
   optimizer,
@@ -84,7 +85,11 @@ class Setup:
   output_dir: pathlib.Path
 
   def initial_params(self) -> Any:
-    """The weights that the run starts from: a checkpoint's, or random ones of the seed."""
+    """The weights that the run starts from: a checkpoint's, or random ones of the seed.
+
+    Raises:
+      options.UserError: The checkpoint cannot be read, or not all of its weights are finite.
+    """
     run = self.settings.of(run_config.RunOptions)
     if run.checkpoint is not None:
       from model.checkpoint import loading
@@ -95,6 +100,11 @@ class Setup:
         shardings=None if self.layout is None else self.layout.parameters,
         dtype=self.model_options.weight_dtype,
       )
+      if names := finite.broken(params):
+        raise options.UserError(
+          f"--checkpoint={run.checkpoint}: {len(names)} parameters are not finite, such as {names[0]}; "
+          "nothing can be learned from them: take another checkpoint"
+        )
       return params
     make = _random_params(
       self.model, self.model_options, self.settings.mesh, self.settings.of(ShardedOptions)

@@ -6,11 +6,13 @@ import pathlib
 import shutil
 from unittest import mock
 
+import jax
+import numpy as np
 import pytest
 import tokenizers
 
 from kernels.base import cli, options
-from rl import memory, recipes, refusals, report, setup, trainer_options
+from rl import finite, loop, memory, recipes, refusals, report, setup, trainer_options
 
 # Saved by transformers' own save_pretrained.
 ORACLE = "tests/data/oracle/moe"
@@ -100,3 +102,30 @@ def test_tokenizer_of_another_model_is_refused(tmp_path):
   (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "w1"}))
   with pytest.raises(options.UserError, match="tokenizer has 513 ids, the model's vocabulary 512"):
     setup.build(settings_of(f"--checkpoint={tmp_path}", f"--output_dir={tmp_path / 'o'}"))
+
+
+def test_weights_that_are_not_finite_end_a_run_and_begin_none(tmp_path):
+  arguments = (
+    f"--output_dir={tmp_path / 'run'}",
+    "--warmup_steps=0",
+    "--max_steps=0",
+    "--eval_problems=2",
+  )
+  parts = setup.build(settings_of(*arguments))
+  whole = parts.initial_params()
+  assert finite.broken(whole) == []
+  leaves, tree = jax.tree.flatten(whole)
+  leaves[0] = leaves[0].at[(0,) * leaves[0].ndim].set(np.nan)  # one number of one parameter
+  broken = jax.tree.unflatten(tree, leaves)
+  assert len(finite.broken(broken)) == 1
+  run = loop.Loop(parts, say=lambda text: None)
+  with mock.patch.object(loop.Loop, "weights", broken):
+    with pytest.raises(
+      options.UserError, match="1 parameters are not finite.*no model is exported"
+    ):
+      run.run()
+  path = parts.export(broken)
+  with pytest.raises(options.UserError, match="checkpoint=.*not finite.*take another"):
+    setup.build(
+      settings_of(f"--checkpoint={path}", f"--output_dir={tmp_path / 'again'}", "--max_steps=1")
+    ).initial_params()

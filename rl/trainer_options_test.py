@@ -65,6 +65,14 @@ def test_every_broken_rule_is_reported_at_once():
     assert f"[{name}]" in str(error.value)
 
 
+def test_written_collectives_want_even_parts_of_the_vocabulary():
+  values = {"model_preset": "397B-A17B", "mesh": "1024x1x1", "micro_batch_rows": 1024}
+  rules = [r for r in table.RULES if r.name == "model-divides-over-mesh"]
+  _parse(values, rules)  # left to the partitioner
+  with pytest.raises(options.OptionError, match=r"\(vocab_size=248320 over 1024 devices\)"):
+    _parse({**values, "kernel_implementation": "auto"}, rules)
+
+
 DENSE, SPARSE = "tests/data/oracle/dense", "tests/data/oracle/moe"
 
 

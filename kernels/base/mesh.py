@@ -32,7 +32,9 @@ class MeshShape:
     parts = text.split("x")
     # One way to write a number, so that equal meshes are equal texts.
     if len(parts) != 3 or not all(re.fullmatch("[1-9][0-9]{0,8}", p) for p in parts):
-      raise ValueError(f"mesh {text!r}: want fsdp x expert x context, such as 32x2x4")
+      raise ValueError(
+        f"mesh {text!r}: want fsdp x expert x context, such as 32x2x4: each 1 to 999999999"
+      )
     return cls(*map(int, parts))
 
   def __str__(self) -> str:

@@ -68,6 +68,8 @@ def causal_conv1d_silu(
     window=(window, (batch, before, channels)),
     window_segment=(window_segment, (batch,)),
   )
+  types = {"values": {"window": window}, "ids": {"window_segment": window_segment}}
+  shapes.check_types("causal_conv1d_silu", kernels=False, **types)
   if implementation == "auto" and channels % 128:
     implementation = "reference"
   if implementation == "reference":
@@ -125,7 +127,17 @@ def causal_conv1d_silu_step(
   kernel: Float[Array, "taps C"],
   window: Float[Array, "B taps-1 C"],
 ) -> tuple[Float[Array, "B C"], Float[Array, "B taps-1 C"]]:
-  """One token; returns its output and the window that the next token needs."""
+  """One token; returns its output and the window that the next token needs.
+
+  Raises:
+    ValueError: Shapes do not fit.
+  """
+  shapes.check(
+    "causal_conv1d_silu_step",
+    x=(x, ("B", "C")),
+    kernel=(kernel, ("taps", "C")),
+    window=(window, ("B", kernel.shape[0] - 1, "C")),
+  )
   full = jnp.concatenate([window.astype(x.dtype), x[:, None]], axis=1)
   total = jnp.sum(full.astype(jnp.float32) * kernel.astype(jnp.float32), axis=1)
   return jax.nn.silu(total).astype(x.dtype), full[:, 1:].astype(window.dtype)
@@ -138,8 +150,17 @@ def next_window(
 ) -> Float[Array, "B taps-1 C"]:
   """The last taps - 1 inputs of rows whose first `lengths` tokens are real.
 
-  A row of length 0 keeps its window.
+  A row of length 0 keeps its window.  Lengths are at most S.
+
+  Raises:
+    ValueError: Shapes do not fit.
   """
+  shapes.check(
+    "next_window",
+    x=(x, ("B", "S", "C")),
+    window=(window, ("B", window.shape[1], "C")),
+    lengths=(lengths, ("B",)),
+  )
   full = jnp.concatenate([window, x.astype(window.dtype)], axis=1)
   index = lengths[:, None] + jnp.arange(window.shape[1])
   return jnp.take_along_axis(full, index[..., None], axis=1)

@@ -47,6 +47,11 @@ def gated_rms_norm(
   implementation_lib.validate(implementation)
   if layout not in LAYOUTS:
     raise ValueError(f"layout={layout!r}: want one of {', '.join(LAYOUTS)}")
+  least = 2 if layout == "head_minor" else 4
+  if not x.size or x.ndim < least or (layout == "token_minor" and x.ndim != 4):
+    raise ValueError(
+      f"gated_rms_norm: x is {x.shape}; want [..., H, D] head-minor or [B, H, D, S] token-minor, not empty"
+    )
   channels = x.shape[-1 if layout == "head_minor" else -2]
   shapes.check("gated_rms_norm", z=(z, x.shape), scale=(scale, (channels,)))
   shapes.check_types(

@@ -63,6 +63,14 @@ def test_operands_that_do_not_fit_are_refused(implementation):
     run(x, x, scale[:64])
   with pytest.raises(ValueError, match="z is"):
     run(x, x[:, :1], scale)
+  for layout, shape in (
+    ("head_minor", (0, 3, 128)),
+    ("head_minor", (128,)),
+    ("token_minor", (2, 128, 4)),
+    ("token_minor", (1, 1, 2, 128, 4)),
+  ):
+    with pytest.raises(ValueError, match="not empty"):
+      run(jnp.ones(shape), jnp.ones(shape), scale, layout=layout)
 
 
 def test_kernels_take_one_type():

@@ -76,6 +76,8 @@ def gated_delta_rule(
   nk, dk = k.shape[2:]
   if nv % nk:
     raise ValueError(f"{nv} value heads are no multiple of {nk} key heads")
+  if head_group < 1 or nk % head_group:
+    raise ValueError(f"head_group={head_group}: want a divisor of the {nk} key heads")
   if chunk_size < 1 or chunk_size & (chunk_size - 1):
     raise ValueError(f"chunk_size={chunk_size}: want a power of two")
   if initial_state is None:
@@ -87,6 +89,8 @@ def gated_delta_rule(
     initial_state=(initial_state, (batch, nv, dk, dv)),
     initial_segment=(initial_segment, (batch,)),
   )
+  types = {"values": {"initial_state": initial_state}, "ids": {"initial_segment": initial_segment}}
+  shapes.check_types("gated_delta_rule", kernels=False, **types)
   if implementation == "auto" and (dk % _LANES or dv % _LANES):
     implementation = "reference"
   if implementation == "reference":
@@ -124,7 +128,21 @@ def gated_delta_step(
 
   Returns:
     The output in the type of `v`, and the state after the token.
+
+  Raises:
+    ValueError: Shapes do not fit, or heads do not divide.
   """
+  shapes.check(
+    "gated_delta_step",
+    k=(k, ("B", "nk", "dk")),
+    q=(q, ("B", "nk", "dk")),
+    v=(v, ("B", "nv", "dv")),
+    g=(g, ("B", "nv")),
+    beta=(beta, ("B", "nv")),
+    state=(state, ("B", "nv", "dk", "dv")),
+  )
+  if v.shape[1] % k.shape[1]:
+    raise ValueError(f"{v.shape[1]} value heads are no multiple of {k.shape[1]} key heads")
   batch, nv, dv = v.shape
   nk, dk = k.shape[1:]
   q = reference.l2_normalize(q) * dk**-0.5

@@ -230,3 +230,6 @@ def test_operands_of_other_types_are_refused():
     given[name] = given[name].astype(dtype)
     with pytest.raises(ValueError, match=f"{name} is {jnp.dtype(dtype)}"):
       gdn.gated_delta_rule(**given, implementation=implementation)
+  for group in (0, -1, 3):
+    with pytest.raises(ValueError, match="want a divisor of the 2 key heads"):
+      gdn.gated_delta_rule(**operands, segment_ids=ids, head_group=group)

@@ -93,11 +93,18 @@ _grouped.defvjp(_forward, _backward)
 
 
 def check(lhs, rhs, group_sizes) -> None:
-  """Raises ValueError unless the shapes are those of a grouped product."""
+  """Raises ValueError unless shapes and types are those of a grouped product."""
   if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[1]:
     raise ValueError(f"want lhs [M, K] and rhs [G, K, N], got {lhs.shape} and {rhs.shape}")
   if group_sizes.shape != rhs.shape[:1]:
     raise ValueError(f"{rhs.shape[0]} groups but group_sizes has shape {group_sizes.shape}")
+  if not lhs.size or not rhs.size:
+    raise ValueError(f"want rows, columns and groups, got lhs {lhs.shape} and rhs {rhs.shape}")
+  if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+    raise ValueError(f"group_sizes must be integers, not {group_sizes.dtype}")
+  for name, array in (("lhs", lhs), ("rhs", rhs)):
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+      raise ValueError(f"{name} must be floating point numbers, not {array.dtype}")
 
 
 def grouped_matmul(
@@ -124,8 +131,12 @@ def grouped_matmul(
     exactly zero.
 
   Raises:
-    ValueError: Shapes do not agree.
+    ValueError: Shapes or types do not agree.
   """
   check(lhs, rhs, group_sizes)
+  if lhs.dtype != rhs.dtype:
+    raise ValueError(f"lhs is {lhs.dtype} and rhs {rhs.dtype}: want one type")
+  if implementation != "reference" and lhs.dtype not in (jnp.bfloat16, jnp.float32):
+    raise ValueError(f"the kernels take bfloat16 or float32, not {lhs.dtype}")
   tiles = tiles or tiles_lib.good(*rhs.shape[1:])
   return _grouped(lhs, rhs, group_sizes.astype(jnp.int32), tiles, implementation)

@@ -119,6 +119,21 @@ def test_other_platforms_get_the_ragged_product():
 def test_refusals():
   with pytest.raises(ValueError, match=r"\[M, K\]"):
     gmm.grouped_matmul(jnp.ones((4, 3)), jnp.ones((2, 5, 6)), jnp.array([2, 2]))
+  sizes = jnp.array([4], jnp.int32)
+  rows, matrix = jnp.ones((8, 4)), jnp.ones((1, 4, 4))
+  for lhs, rhs, groups, text in (
+    (rows[:0], matrix, sizes, "want rows, columns and groups"),
+    (rows, matrix[:, :, :0], sizes, "want rows, columns and groups"),
+    (rows, matrix[:0], sizes[:0], "want rows, columns and groups"),
+    (rows, matrix, jnp.array([4.7]), "group_sizes must be integers"),
+    (rows.astype(jnp.int32), matrix, sizes, "lhs must be floating"),
+    (rows.astype(jnp.bfloat16), matrix, sizes, "want one type"),
+  ):
+    with pytest.raises(ValueError, match=text):
+      gmm.grouped_matmul(lhs, rhs, groups)
+  half = rows.astype(jnp.float16), matrix.astype(jnp.float16)
+  with pytest.raises(ValueError, match="the kernels take"):
+    gmm.grouped_matmul(*half, sizes, implementation="interpret")
   with pytest.raises(ValueError, match="2 groups"):
     gmm.grouped_matmul(jnp.ones((4, 3)), jnp.ones((2, 3, 6)), jnp.array([2, 2, 0]))
 

@@ -241,7 +241,10 @@ def grouped(
   if epilogue not in EPILOGUES:
     raise ValueError(f"{epilogue=}: want one of {EPILOGUES}")
   if epilogue == "swiglu" and (transpose_rhs or n % 256):
-    raise ValueError(f"swiglu wants an untransposed rhs with N a multiple of 256, got {n}")
+    raise ValueError(
+      "the fused SwiGLU wants gate and up columns in whole lanes, so N = 2 F a multiple of 256, and "
+      f"untransposed matrices; got N={n}, {transpose_rhs=}; leave fused_swiglu out"
+    )
   if epilogue == "dswiglu":
     if gate_up is None or gate_up.shape != (m, 2 * n) or n % 128:
       raise ValueError(f"dswiglu wants gate_up [{m}, {2 * n}] and N a multiple of 128")

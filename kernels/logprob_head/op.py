@@ -44,7 +44,7 @@ def logprob_head(
     table: Output projection, one row a token of the vocabulary, padding rows included: they are
       part of the softmax.  Cast to the dtype of `hidden` for the products; its gradient comes in
       its own dtype.
-    targets: Token ids in [0, V).
+    targets: Token ids in [0, V); what comes of others is not defined.
     temperature: Logits are divided by it; above 0.
     token_chunk: Tokens per chunk: in plain JAX of the forward pass, whose backward pass takes four
       chunks at a time; in the kernels of the forward pass's tile, in whole lanes, at most 1,024.
@@ -73,13 +73,18 @@ def _validate(hidden, table, targets, temperature, token_chunk, vocab_block) -> 
     raise ValueError(f"want hidden [N, D] and table [V, D], got {hidden.shape} and {table.shape}")
   if targets.shape != hidden.shape[:1]:
     raise ValueError(f"want a target for each of {hidden.shape[0]} tokens, got {targets.shape}")
+  if not jnp.issubdtype(targets.dtype, jnp.integer):
+    raise ValueError(f"targets must be integers, not {targets.dtype}")
+  if not table.size:
+    raise ValueError(f"want a vocabulary and a width of at least 1, got table {table.shape}")
   for name, array in (("hidden", hidden), ("table", table)):
     if array.dtype not in (jnp.float32, jnp.bfloat16):
       raise ValueError(f"{name} must be float32 or bfloat16, not {array.dtype}")
   if not temperature > 0:
     raise ValueError(f"temperature must be above 0, got {temperature}")
-  if token_chunk < 1 or (vocab_block is not None and vocab_block < 1):
-    raise ValueError("token_chunk and vocab_block must be at least 1")
+  for name, size in (("token_chunk", token_chunk), ("vocab_block", vocab_block)):
+    if size is not None and (not isinstance(size, int) or size < 1):
+      raise ValueError(f"{name}={size}: want an integer of at least 1")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))

@@ -198,6 +198,9 @@ def test_blocks_fill_the_arrays():
   [
     ({"temperature": 0.0}, "temperature"),
     ({"token_chunk": 0}, "token_chunk"),
+    ({"token_chunk": 2.5}, "token_chunk"),
+    ({"targets": jnp.zeros(37)}, "integers, not float32"),
+    ({"table": jnp.zeros((0, 24))}, "a vocabulary"),
     ({"targets": jnp.zeros(3, jnp.int32)}, "a target for each"),
     ({"table": jnp.zeros((5, 7))}, "hidden \\[N, D\\]"),
     ({"table": jnp.zeros((5, 24), jnp.int32)}, "float32 or bfloat16"),

@@ -61,8 +61,11 @@ def plan(
       gather does not then read one row over and over.  What they name is never used.
 
   Raises:
-    ValueError: E is below 1, E * T * K does not fit in 32 bits, or `buffer_rows` is not in [1, T * K].
+    ValueError: `experts` are no integers [T, K], E is below 1, E * T * K does not fit in 32 bits, or
+      `buffer_rows` is not in [1, T * K].
   """
+  shapes.check("plan", experts=(experts, ("T", "K")))
+  shapes.check_types("plan", kernels=False, values={}, ids={"experts": experts})
   tokens, choices = experts.shape
   count = tokens * choices
   if num_experts < 1:
@@ -192,6 +195,7 @@ def combine(y: Float[Array, "M N"], weights: Float[Array, "T K"], p: Plan) -> Fl
 
 
 def _combine(y, weights, p):
+  shapes.check("combine", y=(y, (p.pairs.shape[0], "N")), weights=(weights, p.rows.shape))
   picked = _take_rows(y, p).astype(jnp.float32)
   return jnp.sum(picked * weights.astype(jnp.float32)[..., None], axis=1).astype(y.dtype)
 
@@ -242,6 +246,7 @@ sum_rows.defvjp(
 
 
 def _take_weights(weights, p):
+  shapes.check("dispatch_weights", weights=(weights, p.rows.shape))
   return jnp.where(_owned(p)[:, 0], weights.reshape(-1)[p.pairs], 0)
 
 
@@ -262,8 +267,12 @@ def take_quantised(q: fp8.Quantised, p: Plan, dtype) -> Float[Array, "M N"]:
 
   The values and the scales [T, 1] are gathered as they are and multiplied afterwards: a row costs
   N + 4 bytes to read.  No derivative: see `dispatch_quantised`.
+
+  Raises:
+    ValueError: Values or scales are not those of the plan's tokens.
   """
-  choices = p.rows.shape[1]
+  tokens, choices = p.rows.shape
+  shapes.check("take_quantised", values=(q.values, (tokens, "N")), scale=(q.scale, (tokens, 1)))
   at = p.pairs // choices
   rows = fp8.dequantise(fp8.Quantised(q.values[at], q.scale[at]), dtype)
   return jnp.where(_owned(p), rows, 0)

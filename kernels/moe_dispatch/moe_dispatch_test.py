@@ -225,3 +225,25 @@ def test_operands_that_are_not_the_plans_are_refused(implementation):
     moe_dispatch.sum_rows(x[:100], plan, implementation)
   with pytest.raises(ValueError, match="num_experts=0"):
     moe_dispatch.plan(jnp.zeros((50, 3), jnp.int32), 0)
+
+
+def test_other_operands_that_are_not_the_plans_are_refused():
+  plan = moe_dispatch.plan(jnp.zeros((5, 3), jnp.int32), 4)
+  rows, weights, tokens = jnp.ones((15, 8)), jnp.ones((5, 3)), jnp.ones((5, 8))
+  q = fp8.quantise_rows(tokens)
+  for run, text in (
+    (lambda: moe_dispatch.combine(rows[:4], weights, plan), "combine: y is"),
+    (lambda: moe_dispatch.combine(rows, weights[:1], plan), "combine: weights is"),
+    (lambda: moe_dispatch.combine(rows, weights[:, :1], plan), "combine: weights is"),
+    (lambda: moe_dispatch.dispatch_weights(weights[:2], plan), "dispatch_weights: weights is"),
+    (lambda: moe_dispatch.dispatch_quantised(tokens[:2], plan), "take_quantised: values is"),
+    (
+      lambda: moe_dispatch.take_quantised(q._replace(scale=q.scale[:2]), plan, jnp.float32),
+      "take_quantised: scale is",
+    ),
+    (lambda: moe_dispatch.plan(jnp.zeros((5, 3)), 4), "experts is float32"),
+    (lambda: moe_dispatch.plan(jnp.zeros((5,), jnp.int32), 4), "experts is"),
+    (lambda: moe_dispatch.plan(jnp.zeros((0, 3), jnp.int32), 4), "T of at least 1"),
+  ):
+    with pytest.raises(ValueError, match=text):
+      run()

@@ -90,7 +90,21 @@ def split(x: Float32[Array, "..."], weight: BFloat16[Array, "..."] | None = None
 def join(
   weight: BFloat16[Array, "..."], low: UInt16[Array, "..."], up: Bool[Array, "..."]
 ) -> Float32[Array, "..."]:
-  """The float32 array that `split` took apart."""
+  """The float32 array that `split` took apart.
+
+  Raises:
+    TypeError: A part has another type than `split` gives it; `unpack` packed bits first.
+    ValueError: Shapes differ.
+  """
+  for name, part, dtype in (
+    ("weight", weight, jnp.bfloat16),
+    ("low", low, jnp.uint16),
+    ("up", up, bool),
+  ):
+    if part.dtype != dtype:
+      raise TypeError(f"join wants {name} in {jnp.dtype(dtype)}, got {part.dtype}")
+  if not weight.shape == low.shape == up.shape:
+    raise ValueError(f"join: weight {weight.shape}, low {low.shape}, up {up.shape}: want one shape")
   high = lax.bitcast_convert_type(weight, jnp.uint16) - up.astype(jnp.uint16)
   bits = (high.astype(jnp.uint32) << 16) | low.astype(jnp.uint32)
   return lax.bitcast_convert_type(bits, jnp.float32)
@@ -102,7 +116,13 @@ def packed_length(length: int) -> int:
 
 
 def pack(bits: Bool[Array, "..."], axis: int) -> UInt8[Array, "..."]:
-  """Eight bits a byte along `axis`, the first in the lowest place, the last byte filled with 0."""
+  """Eight bits a byte along `axis`, the first in the lowest place, the last byte filled with 0.
+
+  Raises:
+    TypeError: `bits` are not bool.
+  """
+  if bits.dtype != bool:
+    raise TypeError(f"pack wants bool, got {bits.dtype}")
   axis = range(bits.ndim)[axis]
   length = bits.shape[axis]
   fill = [(0, 0)] * bits.ndim
@@ -117,8 +137,11 @@ def unpack(packed: UInt8[Array, "..."], length: int, axis: int) -> Bool[Array, "
   """The `length` bits along `axis` that `pack` packed.
 
   Raises:
+    TypeError: `packed` is not uint8.
     ValueError: `packed` does not hold as many.
   """
+  if packed.dtype != jnp.uint8:
+    raise TypeError(f"unpack wants uint8, got {packed.dtype}")
   axis = range(packed.ndim)[axis]
   if packed.shape[axis] != packed_length(length):
     raise ValueError(f"{packed.shape[axis]} bytes along axis {axis} do not hold {length} bits")

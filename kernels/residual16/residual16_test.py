@@ -118,3 +118,19 @@ def test_refusals():
     residual16.split(x, jnp.ones((3,), jnp.bfloat16))
   with pytest.raises(ValueError, match="do not hold"):
     residual16.unpack(jnp.zeros((2,), jnp.uint8), 17, 0)
+  parts = residual16.split(jnp.ones((8,), jnp.float32))
+  packed = residual16.pack(parts.up, 0)
+  # One byte would spread over the eight elements and be subtracted from each.
+  for wrong, text in (
+    ({"up": packed}, "up in bool"),
+    ({"weight": parts.weight.astype(jnp.float16)}, "weight in bfloat16"),
+    ({"low": parts.low.astype(jnp.int32)}, "low in uint16"),
+  ):
+    with pytest.raises(TypeError, match=text):
+      residual16.join(**{"weight": parts.weight, "low": parts.low, "up": parts.up, **wrong})
+  with pytest.raises(ValueError, match="one shape"):
+    residual16.join(parts.weight, parts.low, parts.up[:1])
+  with pytest.raises(TypeError, match="bool"):
+    residual16.pack(jnp.full((9,), 2), 0)
+  with pytest.raises(TypeError, match="uint8"):
+    residual16.unpack(packed.astype(jnp.int32), 8, 0)

@@ -62,12 +62,16 @@ def rms_norm(
       128 are plain JAX whatever it says.
 
   Raises:
-    ValueError: `w` is not float32 [D], `x` of another type, or the implementation is unknown.
+    ValueError: `w` is not float32 [D], `x` empty or of another type, or the implementation is unknown.
   """
   implementation_lib.validate(implementation)
+  if not x.size or not x.ndim:
+    raise ValueError(f"x is {x.shape}: want at least one row of at least one column")
   if w.shape != x.shape[-1:] or w.dtype != jnp.float32:
     raise ValueError(f"want float32 factors [{x.shape[-1]}], got {w.dtype} {w.shape}")
+  if x.shape[-1] % 128:
+    implementation = "reference"
   shapes.check_types("rms_norm", kernels=implementation != "reference", values={"x": x})
-  if implementation == "reference" or x.shape[-1] % 128:
+  if implementation == "reference":
     return plain(x, w, eps)
   return _norm(x.reshape(-1, x.shape[-1]), w[None], eps, implementation).reshape(x.shape)

@@ -67,3 +67,11 @@ def test_refusals():
     rms_norm.rms_norm(jnp.ones((2, 8)), jnp.ones(7), 0.0)
   with pytest.raises(ValueError, match="implementation"):
     rms_norm.rms_norm(jnp.ones((2, 8)), jnp.ones(8), 0.0, implementation="fast")
+  one = jnp.ones((128,))
+  for shape in ((0, 128), ()):
+    with pytest.raises(ValueError, match="at least one row"):
+      rms_norm.rms_norm(jnp.ones(shape), one, 1e-6, implementation="interpret")
+  with pytest.raises(ValueError, match="x is float16; the kernels take"):
+    rms_norm.rms_norm(jnp.ones((3, 128), jnp.float16), one, 1e-6, implementation="interpret")
+  half = jnp.ones((3, 100), jnp.float16)  # columns that no kernel takes
+  assert rms_norm.rms_norm(half, one[:100], 1e-6, implementation="interpret").dtype == half.dtype

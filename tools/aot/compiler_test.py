@@ -150,7 +150,9 @@ def test_a_mistake_in_the_program_is_named(tmp_path):
 def test_a_value_that_the_trainer_refuses_is_told_in_one_line(tmp_path):
   with pytest.raises(compiler.ArgumentError) as caught:
     compile_program(tmp_path, "tools.aot.faults:wrong_mesh")
-  assert str(caught.value) == "mesh '2x2': want fsdp x expert x context, such as 32x2x4"
+  assert str(caught.value) == (
+    "mesh '2x2': want fsdp x expert x context, such as 32x2x4: each 1 to 999999999"
+  )
   assert "\n" not in str(compiler.ArgumentError("a\nb", "ValueError"))
 
 

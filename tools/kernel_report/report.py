@@ -307,8 +307,9 @@ def cells(row: Row) -> list[str]:
 
 def line(row: Row) -> str:
   """One line of progress."""
+  known = [f"{row.cycles:,} cycles"] if row.cycles else []
   said = row.error or row.note or f"{row.ratio:.2f} x the floor"
-  return f"{row.name}: {row.cycles:,} cycles; {said}"
+  return f"{row.name}: " + "; ".join([*known, said])
 
 
 def show(rows: Sequence[Row], console: Console | None = None) -> None:

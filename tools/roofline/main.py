@@ -30,7 +30,12 @@ class RooflineOptions:
   model_config: str | None = options.option(
     None, help="A Hugging Face config.json instead of a preset."
   )
-  mesh: str = options.option("32x2x4", help="Devices: fsdp x expert x context.", check=mesh.fault)
+  mesh: str = options.option(
+    "32x2x4",
+    help="Devices: fsdp x expert x context. Experts lie over context x expert, as with the trainer's "
+    "custom_mesh_and_rule=cp-as-ep-dense-no-cp.",
+    check=mesh.fault,
+  )
   chip: str = options.option("tpu7x", help="Chip.", choices=tuple(machine.CHIPS))
   rows: int | None = options.option(
     None, help="Packed rows of a micro-batch; empty: one per fsdp x expert shard.", minimum=1
@@ -43,7 +48,12 @@ class RooflineOptions:
   segment_lengths: tuple[int, ...] = options.option(
     (), help="The mix of packed segment lengths, instead of effective_length.", minimum=1
   )
-  gdn_chunk_size: int = options.option(64, help="Tokens per chunk of the delta rule.", minimum=1)
+  gdn_chunk_size: int = options.option(
+    64,
+    help="Tokens per chunk of the delta rule; a power of two.",
+    minimum=1,
+    check=lambda n: None if n & (n - 1) == 0 else "want a power of two",
+  )
   expert_dtype: str = options.option(
     "bf16", help="Operands of expert products.", choices=("bf16", "fp8")
   )

@@ -19,7 +19,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from kernels.base import cli, options
+from kernels.base.refusals import Rule
 from model import config as model_config
+from rl import refusals as trainer_refusals
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,7 @@ class ScoreOptions:
     help="Also write N/tokens, N/hidden [layers + 1, tokens, h] (embedding, each layer, the last "
     "after the final norm), N/logits [tokens, vocabulary] and, of a sparse model, "
     "N/routed_experts [tokens, layers, k] for the line numbered N to this .npz file.",
+    check=lambda name: None if name.endswith(".npz") else "want a name in .npz",
     writes=True,
   )
   pack: bool = options.option(
@@ -46,6 +49,21 @@ class ScoreOptions:
     help="Tokens of a packed row; without --pack, about as many tokens of rows go in one batch.",
     minimum=128,
   )
+
+
+# Of the trainer's table what is about the model's options alone: the rules that name other options
+# are passed over.
+RULES = (
+  *trainer_refusals.RULES,
+  Rule(
+    name="nothing-to-rematerialise",
+    keys=("remat_policy", "input"),
+    broken=lambda s: "remat_policy" in s.changed,
+    reason="scoring makes no backward pass; leave remat_policy alone",
+    accepted={"input": "lines.jsonl"},
+    refused={"remat_policy": "none"},
+  ),
+)
 
 
 def judge(settings: options.Settings) -> None:
@@ -176,6 +194,7 @@ if __name__ == "__main__":
   cli.main(
     run,
     components=[ScoreOptions, model_config.ModelOptions],
+    rules=RULES,
     description=__doc__,
     judge=judge,
   )

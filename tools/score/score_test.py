@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from kernels.base import options
+from kernels.base import options, refusals
 from model import api
 from model import config as config_lib
 from model.checkpoint import fixtures, saving
@@ -356,6 +356,7 @@ def test_flags(tmp_path, capsys):
       main.cli.main(
         main.run,
         components=[main.ScoreOptions, config_lib.ModelOptions],
+        rules=main.RULES,
         argv=["score", *arguments],
         judge=main.judge,
       )
@@ -363,11 +364,26 @@ def test_flags(tmp_path, capsys):
 
   status, text = run()
   assert status == 2 and all(f"--{n} is needed" in text for n in ("checkpoint", "input", "output"))
-  (tmp_path / "in").write_text("{}\n")
-  given = f"--checkpoint={tmp_path}", f"--input={tmp_path / 'in'}"
-  status, text = run(*given, f"--output={tmp_path / 'o'}", f"--hidden={tmp_path / 'in'}")
+  (tmp_path / "in.npz").write_text("{}\n")
+  given = f"--checkpoint={tmp_path}", f"--input={tmp_path / 'in.npz'}", f"--output={tmp_path / 'o'}"
+  status, text = run(*given, f"--hidden={tmp_path / 'in.npz'}")
   assert status == 1 and "would overwrite --input=" in text
-  assert (tmp_path / "in").read_text() == "{}\n"
+  assert (tmp_path / "in.npz").read_text() == "{}\n"
+  status, text = run(*given, f"--hidden={tmp_path / 'o.txt'}")
+  assert status == 2 and "want a name in .npz" in text
+  # What the trainer refuses as inert is refused here, and so is what a forward pass has no use for.
+  for flag, rule in (
+    ("--param_scan_axis=1", "stack-axis-is-first"),
+    ("--use_gmm_v2", "gmm-v2-needs-gmm"),
+    ("--sa_block_q=128", "attention-tiles-without-kernels"),
+    ("--remat_policy=none", "nothing-to-rematerialise"),
+  ):
+    status, text = run(*given, flag)
+    assert status == 2 and f"[{rule}]" in text
+  (own,) = [r for r in main.RULES if r.name == "nothing-to-rematerialise"]
+  parsed = lambda values: options.Settings([main.ScoreOptions, config_lib.ModelOptions], values)
+  assert not refusals.broken_rules(parsed(own.accepted), [own])
+  assert refusals.broken_rules(parsed(own.refused), [own])
   status, text = run("--checkpoints=x")
   assert status == 2 and "nearest flag is --checkpoint" in text
   status, text = run(f"--checkpoint={tmp_path / 'c'}", "--input=x", f"--output={tmp_path / 'out'}")
