@@ -48,6 +48,8 @@ _NOISE = re.compile(
 _REASON = re.compile(
   r"^F\d{4} |Check failed|FATAL|RET_CHECK|INTERNAL:|UNIMPLEMENTED:|^E\d{4} |Error"
 )
+# Severity, day, time and thread of a log line: the same fault should give the same text.
+_STAMP = re.compile(r"^[EFIW]\d{4} [\d:.]+\s+\d+ ")
 _DUMPED = re.compile(r"module_(?P<id>\d+)\.(?P<name>.+)\.cl_\d+\.after_optimizations\.txt")
 _EXHAUSTED = re.compile(
   r"(\d+(?:\.\d+)?)([KMG])\) exceeds available (?:HBM|memory) \(([\d.]+)([KMG])\)"
@@ -230,7 +232,7 @@ def relevant_lines(text: str, count: int = 8) -> list[str]:
   """The last lines of the compiler's output that say why it stopped."""
   lines = [line.rstrip() for line in text.splitlines() if not _NOISE.search(line)]
   reasons = [line for line in lines if _REASON.search(line)]
-  return [line[:500] for line in (reasons or lines)[-count:]]
+  return [_STAMP.sub("", line)[:500] for line in (reasons or lines)[-count:]]
 
 
 def compile_program(request: Request, stop: threading.Event | None = None) -> Result:

@@ -96,6 +96,11 @@ def test_the_report_alone_gives_the_same_verdict(product):
   assert str(large).startswith("does not fit by 0.00 GiB") and not large.fits
 
 
+def test_the_same_fault_gives_the_same_text():
+  text = "I0102 begun\nF0102 03:04:05.678901    2345 module.cc:76] Check failed: whole()\n"
+  assert compiler.relevant_lines(text) == ["module.cc:76] Check failed: whole()"]
+
+
 def test_missing_libtpu_says_how_to_get_it(tmp_path):
   bare = [p for p in sys.path if p and not (pathlib.Path(p) / "libtpu").is_dir()]
   assert len(bare) < len([p for p in sys.path if p])
