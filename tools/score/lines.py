@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.base import options
+from kernels.base import options, outputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,18 +140,8 @@ def write(path: pathlib.Path, records: Iterable[dict[str, Any]]) -> None:
   Raises:
     options.UserError: The file cannot be written.
   """
-  partial = path.with_name(f".{path.name}.partial")
-  try:
-    with open(partial, "w", encoding="utf-8") as file:
-      for record in records:
-        file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
-      file.flush()
-      os.fsync(file.fileno())
-    os.replace(partial, path)
-  except OSError as error:
-    raise options.UserError(f"{path}: cannot be written ({error.strerror})") from None
-  finally:
-    partial.unlink(missing_ok=True)
+  dump = lambda record: json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+  outputs.write(path, "".join(map(dump, records)))
 
 
 def check_writable(paths: Sequence[pathlib.Path]) -> None:
